@@ -1,0 +1,134 @@
+"""What the user asked for: the flags of `lowbit quantize`, the keys of a recipe file and the arguments of
+`lowbit.quantize`, which are one and the same.
+
+    bits: 4
+    group: 128
+    rules:
+      - match: 're:.*\\.mlp\\.down_proj$'
+        bits: 8
+      - match: model.layers.0.self_attn.q_proj
+        skip: true
+
+Flags win over the file; the first rule that matches a layer wins over the top-level keys.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from lowbit.errors import RecipeError
+from lowbit.scheme import BITS, GROUP_SIZES
+
+Method = Literal["rtn", "hqq", "gptq"]
+OnIndivisible = Literal["smaller-group", "skip", "error"]
+
+
+def matches(pattern: str, name: str) -> bool:
+    """True if pattern selects name: `re:EXPR` from the start of the name, anything else as the exact name."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return pattern == name
+
+
+def _check_pattern(pattern: str) -> str:
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as e:
+            raise ValueError(f"{pattern!r} is not a regular expression: {e}") from None
+    return pattern
+
+
+class _Keys(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("bits", check_fields=False)
+    @classmethod
+    def _known_bits(cls, bits: int | None) -> int | None:
+        if bits is not None and bits not in BITS:
+            raise ValueError(f"use one of {', '.join(map(str, BITS))}")
+        return bits
+
+    @field_validator("group", check_fields=False)
+    @classmethod
+    def _known_group(cls, group: int | None) -> int | None:
+        if group is not None and group not in GROUP_SIZES:
+            raise ValueError(f"use one of {', '.join(map(str, GROUP_SIZES))}")
+        return group
+
+
+class Rule(_Keys):
+    """What differs for the layers that `match` selects; None keeps the recipe's value."""
+
+    match: str
+    bits: int | None = None
+    group: int | None = None
+    sym: bool | None = None
+    method: Method | None = None
+    skip: bool = False
+
+    _pattern = field_validator("match")(_check_pattern)
+
+
+class Recipe(_Keys):
+    """Everything that decides the bytes of the output, with the defaults that the command line shows."""
+
+    method: Method = "rtn"
+    bits: int = 4
+    group: int = 128
+    sym: bool | None = None
+    format: str = "compressed-tensors"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    on_indivisible: OnIndivisible = "smaller-group"
+    allow_mixed_fused: bool = False
+    calib: str | None = None
+    samples: int = 128
+    seqlen: int = 2048
+    seed: int = 0
+    strict: bool = False
+    trust_remote_code: bool = False
+    device: str = "auto"
+    validate_layers: bool = True
+    solver: dict[str, Any] = {}
+    rules: tuple[Rule, ...] = ()
+
+    @field_validator("include", "exclude")
+    @classmethod
+    def _patterns(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(_check_pattern, patterns))
+
+    @property
+    def symmetric(self) -> bool:
+        """The grid asked for; hqq is asymmetric unless told otherwise."""
+        return self.method != "hqq" if self.sym is None else self.sym
+
+
+def make_recipe(file: str | Path | None = None, **given: Any) -> Recipe:
+    """Return the recipe of a YAML file (or none) with the `given` keys that are not None on top.
+
+    Raises RecipeError naming the file or flag and the allowed values.
+    """
+    keys: dict[str, Any] = {}
+    if file is not None:
+        try:
+            keys = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
+        except OSError as e:
+            raise RecipeError(f"{file}: {e.strerror or e}; pass --recipe a YAML file") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as e:
+            raise RecipeError(f"{file}: not YAML: {' '.join(str(e).split())}") from None
+        if not isinstance(keys, dict):
+            raise RecipeError(f"{file}: expected keys like 'bits: 4', found {type(keys).__name__}")
+    keys |= {k: v for k, v in given.items() if v is not None}
+    try:
+        return Recipe(**{k.replace("-", "_"): v for k, v in keys.items()})
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "recipe"
+        reason = {"extra_forbidden": "unknown key"}.get(first["type"], first["msg"].removeprefix("Value error, "))
+        raise RecipeError(f"{file or 'options'}: {where}: {reason} (got {first['input']!r})") from None
