@@ -1,0 +1,49 @@
+"""The methods that choose codes for a weight, in one table.
+
+A solver is a pure function (weight, scheme, stats, options) -> QuantizedTensor; `options` is its own frozen
+dataclass, whose fields are the keys that a recipe may set under `solver:`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from lowbit.errors import RecipeError
+from lowbit.scheme import QuantizedTensor, QuantScheme
+from lowbit.solvers import rtn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowbit.hessian import LayerStats
+
+
+@dataclass(frozen=True)
+class Solver:
+    """solve: weight [N, K] in the source dtype, the scheme, calibration statistics or None, options.
+
+    accepts: the reason why a scheme cannot be solved, None if it can.
+    """
+
+    name: str
+    needs_data: bool
+    options: type
+    accepts: Callable[[QuantScheme], str | None]
+    solve: Callable[[Tensor, QuantScheme, LayerStats | None, Any], QuantizedTensor]
+
+
+SOLVERS: dict[str, Solver] = {
+    "rtn": Solver("rtn", False, rtn.Options, rtn.accepts, rtn.solve),
+}
+
+
+def make_options(method: str, given: dict[str, Any]) -> Any:
+    """The options of a method with the `given` values; RecipeError if it has no such option."""
+    options = SOLVERS[method].options
+    known = [f.name for f in fields(options)]
+    for key in given:
+        if key not in known:
+            raise RecipeError(f"solver: {method} has no option {key!r}; it has {', '.join(known) or 'none'}")
+    return options(**given)
