@@ -1,1 +1,4 @@
-"""Triton kernels for low-bit weights: pack, W4A16 GEMM and the plain-torch truth. Knows nothing of `lowbit`."""
+"""Kernels for low-bit weights: quantize and pack, WnA16 GEMM, and their truth in plain PyTorch.
+
+Importing needs neither a GPU nor Triton, and changes nothing. Knows nothing of `lowbit`.
+"""

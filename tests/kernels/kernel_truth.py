@@ -1,0 +1,84 @@
+"""Slow, obvious versions of packing, grid and GEMM, sharing no code with the package.
+
+Packing is one Python integer per row; the grid is a loop over groups in NumPy; the GEMM is float64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def pack_row(codes: list[int], bits: int) -> list[int]:
+    """The stored words of one row, as unsigned numbers."""
+    stream = sum(code << (bits * k) for k, code in enumerate(codes))
+    count = -(-len(codes) * bits // 32)
+    return [(stream >> (32 * i)) & 0xFFFFFFFF for i in range(count)]
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """[N, K] codes to [N, W] int32 words."""
+    rows = [pack_row(row, bits) for row in codes.tolist()]
+    return torch.from_numpy(np.array(rows, dtype=np.uint32).reshape(codes.shape[0], -1).view(np.int32))
+
+
+def round_to(value: np.float32, dtype: torch.dtype) -> np.float32:
+    """Round one fp32 number to dtype, half to even, and return it as fp32."""
+    if dtype == torch.float16:
+        return np.float32(np.float16(value))
+    if dtype == torch.bfloat16:
+        bits = int(np.float32(value).view(np.uint32))
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return np.uint32(bits).view(np.float32)
+    return value
+
+
+def quantize_group(
+    group: np.ndarray, bits: int, symmetric: bool, dtype: torch.dtype
+) -> tuple[list[int], np.float32, int]:
+    """Codes, scale and zero-point of one group of fp32 weights, written from the definition."""
+    f32 = np.float32
+    lo, hi, top = group.min(), group.max(), 2**bits - 1
+    if lo == hi:
+        scale = abs(hi)
+    elif symmetric:
+        scale = max(hi / f32(2 ** (bits - 1) - 1), -lo / f32(2 ** (bits - 1)))
+    else:
+        scale = (max(hi, f32(0)) - min(lo, f32(0))) / f32(top)
+    scale = round_to(f32(scale), dtype)
+    if scale < f32(2.0**-120):
+        scale = f32(1)
+    zero = 2 ** (bits - 1) if symmetric else int(np.clip(np.rint(-min(lo, f32(0)) / scale), 0, top))
+    codes = [int(np.clip(np.rint(w / scale) + zero, 0, top)) for w in group]
+    return codes, scale, zero
+
+
+def quantize(
+    weight: torch.Tensor, bits: int, group_size: int, symmetric: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [N, K] uint8, scale [N, G] fp32 holding values of dtype, zero-points [N, G] uint8."""
+    n, k = weight.shape
+    groups = weight.float().numpy().reshape(-1, group_size)
+    results = [quantize_group(group, bits, symmetric, dtype) for group in groups]
+    codes, scale, zero = zip(*results, strict=True)
+    return (
+        torch.tensor(codes, dtype=torch.uint8).reshape(n, k),
+        torch.tensor(np.array(scale, dtype=np.float32)).reshape(n, -1),
+        torch.tensor(zero, dtype=torch.uint8).reshape(n, -1),
+    )
+
+
+def matmul(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    bits: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ ((codes - zero) · scale).T + bias in float64."""
+    group_size = codes.shape[1] // scale.shape[1]
+    z = 2.0 ** (bits - 1) if zero is None else zero.double().repeat_interleave(group_size, dim=1)
+    weight = (codes.double() - z) * scale.double().repeat_interleave(group_size, dim=1)
+    y = x.double() @ weight.T
+    return y if bias is None else y + bias.double()
