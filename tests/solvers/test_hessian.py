@@ -81,7 +81,7 @@ def test_ladder_records_what_it_took(monkeypatch):
     singular = finish(add_tokens(start_moments(64), tokens(8, 64))).hessian
     assert factor(singular, 0.01).damping == 0.01
     # eight tokens in 64 dimensions: rounding alone makes the zero eigenvalues negative
-    assert 1e-9 < factor(singular, 1e-9).damping <= 1e-6
+    assert 1e-9 < factor(singular, 1e-9).damping < 2e-6
     indefinite = torch.diag(torch.tensor([1.0, 1.0, 1.0, -0.3]))
     assert factor(indefinite, 0.01).damping == pytest.approx(1.0)
     with pytest.raises(CalibrationError, match="not positive definite"):
