@@ -1,0 +1,1 @@
+"""The command line: declares options, calls the library, prints what it returns."""

@@ -1,0 +1,46 @@
+"""The `lowbit` program: its commands and how it ends."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from lowbit import __version__
+from lowbit.cli.commands import plan, quantize
+from lowbit.cli.errors import exit_code
+
+app = typer.Typer(
+    name="lowbit",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"lowbit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def lowbit(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Quantize language models to low bits, prove it layer by layer, write a checkpoint every engine loads.
+
+    Start with: lowbit quantize demo
+    """
+
+
+app.command("quantize")(quantize.quantize)
+app.command("plan")(plan.plan)
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(exit_code(app))

@@ -1,0 +1,1 @@
+"""One file a command; each imports the library inside its function, so that `lowbit --help` stays quick."""

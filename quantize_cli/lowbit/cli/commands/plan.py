@@ -1,0 +1,147 @@
+"""`lowbit plan MODEL`: what quantize would do, from headers alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from lowbit.cli import options
+from lowbit.cli.output import Output, facts, output, percent, size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from lowbit.plan import LayerPlan, Plan
+
+
+@options.with_recipe_flags
+def plan(
+    model: options.Model,
+    *,
+    flags: dict[str, Any],
+    recipe: options.RecipeFile = None,
+    revision: options.Revision = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Show what quantize would do, from headers alone; reads no weight, writes nothing."""
+    with output(json, quiet) as out:
+        show_plan(out, model, recipe, revision, flags)
+
+
+def show_plan(
+    out: Output, model: str, recipe: Path | None, revision: str | None, flags: dict[str, Any]
+) -> None:
+    """Plan and print it: `lowbit plan` and `lowbit quantize --dry-run`."""
+    from lowbit.checkpoint.source import open_source
+    from lowbit.events import PlanReady
+    from lowbit.plan import make_plan
+    from lowbit.recipe import make_recipe
+
+    wanted = make_recipe(recipe, **flags)
+    with open_source(model, trust_remote_code=wanted.trust_remote_code, revision=revision) as source:
+        planned = make_plan(source, wanted)
+    out.event(PlanReady(planned).to_json())
+    out.show(*plan_view(planned))
+
+
+def kind(name: str) -> str:
+    """A tensor name with every index as `*`: what repeats from block to block and expert to expert."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def plan_view(plan: Plan) -> list[RenderableType]:
+    """The plan for people: layers by kind, what falls back and why, what is copied or dropped, sizes."""
+    views: list[RenderableType] = [_layer_table(plan)]
+    reasons = Counter(layer.fallback for layer in plan.layers if layer.fallback)
+    if reasons:
+        views.append(
+            _counted("fallbacks", [(reason, f"{count} layers") for reason, count in reasons.items()])
+        )
+    if plan.copies:
+        views.append(_counted("copied as they are", _copied(plan)))
+    if plan.dropped:
+        dropped = Counter(plan.dropped.values())
+        views.append(_counted("dropped", [(reason, f"{count} tensors") for reason, count in dropped.items()]))
+    if plan.notes:
+        views.append(_counted("notes", [(note, "") for note in plan.notes]))
+    return [*views, _sizes(plan), ""]
+
+
+def _layer_table(plan: Plan) -> RenderableType:
+    rows: defaultdict[tuple, list[LayerPlan]] = defaultdict(list)
+    for layer in plan.layers:
+        rows[kind(layer.name), layer.shape, str(layer.scheme), layer.method, layer.fallback].append(layer)
+    kinds = [key[0] for key in rows]
+    prefix = _common_prefix(kinds)
+
+    table = Table(box=box.SIMPLE_HEAD, title=f"{plan.model}", title_justify="left", title_style="bold")
+    table.add_column(f"layers of {prefix}" if prefix else "layers", overflow="fold")
+    for column in ("count", "out × in"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("scheme", no_wrap=True)
+    table.add_column("before → after", justify="right", no_wrap=True)
+    for (name, (n, k), scheme, method, fallback), layers in rows.items():
+        before, after = sum(x.source_bytes for x in layers), sum(x.packed_bytes for x in layers)
+        table.add_row(
+            name.removeprefix(f"{prefix}."),
+            str(len(layers)),
+            f"{n} × {k}",
+            f"{method} {scheme}{' *' if fallback else ''}",
+            f"{size(before)} → {size(after)}",
+        )
+    return table
+
+
+def _common_prefix(kinds: list[str]) -> str:
+    """The leading name parts that all kinds share, always leaving them a name of their own."""
+    if not kinds:
+        return ""
+    shared = []
+    for parts in zip(*(name.split(".")[:-1] for name in kinds), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def _copied(plan: Plan) -> list[tuple[str, str]]:
+    """Reasons with the number, bytes and kinds of the tensors that they keep."""
+    by_reason: defaultdict[str, list] = defaultdict(list)
+    for copy in plan.copies:
+        by_reason[copy.reason].append(copy)
+    return [
+        (
+            f"{reason}: {', '.join(dict.fromkeys(kind(copy.name) for copy in copies))}",
+            f"{len(copies)} tensors, {size(sum(copy.nbytes for copy in copies))}",
+        )
+        for reason, copies in by_reason.items()
+    ]
+
+
+def _counted(title: str, rows: list[tuple[str, str]]) -> RenderableType:
+    """A titled list whose rows end with how many there are."""
+    table = Table(
+        box=None, title=title, title_justify="left", title_style="bold", show_header=False, padding=(0, 2)
+    )
+    table.add_column(overflow="fold", ratio=1)
+    table.add_column(justify="right", no_wrap=True, style="dim")
+    for text, count in rows:
+        table.add_row(Text(text), count)
+    return table
+
+
+def _sizes(plan: Plan) -> RenderableType:
+    bits = f"{plan.bits_per_weight:.2f} bits per quantized weight"
+    return facts(
+        [
+            ("quantized", f"{len(plan.layers)} layers, {percent(plan.coverage)} of the bytes; {bits}"),
+            ("checkpoint", f"{size(plan.source_bytes)} → {size(plan.output_bytes)}"),
+        ]
+    )

@@ -1,0 +1,122 @@
+"""`lowbit quantize MODEL`: read, solve, pack, prove and write a checkpoint."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from lowbit.cli import options
+from lowbit.cli.commands.plan import plan_view, show_plan
+from lowbit.cli.errors import Interrupted
+from lowbit.cli.output import (
+    decibel,
+    duration,
+    facts,
+    next_command,
+    note_list,
+    output,
+    percent,
+    progress,
+    size,
+)
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@options.with_recipe_flags
+def quantize(
+    model: options.Model,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder to write.", show_default="MODEL-intBITS-gGROUP here"),
+    ] = None,
+    *,
+    flags: dict[str, Any],
+    recipe: options.RecipeFile = None,
+    revision: options.Revision = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume/--no-resume", help="Continue a run that was killed.", rich_help_panel=options.RUN
+        ),
+    ] = True,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what --out holds.", rich_help_panel=options.RUN)
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show the plan.", rich_help_panel=options.RUN)
+    ] = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Quantize a model and prove every layer; the folder it writes loads in transformers and vLLM."""
+    from lowbit.events import Event, LayerDone, Note, PlanReady, Stage
+    from lowbit.pipeline import quantize as run
+    from lowbit.recipe import make_recipe
+
+    with output(json, quiet) as shown:
+        if dry_run:
+            show_plan(shown, model, recipe, revision, flags)
+            return
+
+        def on_event(event: Event) -> None:
+            shown.event(event.to_json())
+            match event:
+                case PlanReady(planned):
+                    shown.show(*plan_view(planned))
+                case Stage():
+                    bar.stage(event)
+                case LayerDone():
+                    bar.done(event)
+                case Note():
+                    shown.note(event)
+
+        try:
+            with progress(shown) as bar:
+                summary = run(
+                    model,
+                    out,
+                    recipe=make_recipe(recipe, **flags),
+                    resume=resume,
+                    overwrite=overwrite,
+                    revision=revision,
+                    on_event=on_event,
+                )
+        except Interrupted as e:
+            raise Interrupted(f"{e}; what is done is kept: run the same command again to resume") from None
+        shown.show(*summary_view(summary))
+
+
+def summary_view(summary: dict[str, Any]) -> list[RenderableType]:
+    """What a finished run ends with: worst layers, notes, where, size, bits per weight, what to run now."""
+    views: list[RenderableType] = [""]
+    if summary["worst"]:
+        table = Table(box=box.SIMPLE_HEAD, title="worst layers", title_justify="left", title_style="bold")
+        table.add_column("layer", overflow="fold")
+        for column in ("output error", "weight error", "SNR"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in summary["worst"]:
+            errors = percent(row["output_error"]), percent(row["weight_error"]), decibel(row["snr_db"])
+            table.add_row(row["name"], *errors)
+        views.append(table)
+    if summary["notes"]:
+        views += [Text("notes", style="bold"), note_list(summary["notes"]), ""]
+    before, after = summary["source_bytes"], summary["output_bytes"]
+    views.append(
+        facts(
+            [
+                ("written", summary["out"]),
+                ("size", f"{size(before)} → {size(after)} ({percent(after / before)})"),
+                ("bits per weight", f"{summary['bits_per_weight']:.2f} in {summary['layers']} layers"),
+                ("time", f"{duration(summary['seconds'])}, {size(before / summary['seconds'])}/s"),
+            ]
+        )
+    )
+    return [*views, "", next_command(f"lowbit verify {shlex.quote(summary['out'])}")]

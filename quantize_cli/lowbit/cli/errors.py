@@ -1,0 +1,94 @@
+"""How a run ends: 0 done, 1 a gate failed, 2 bad input or usage, 130 interrupted.
+
+Users' errors are one line on stderr. Anything else is a bug of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from lowbit.errors import LowbitError
+
+INTERRUPTED = 130
+BAD_INPUT = 2
+
+# What the operating system refuses because of the user's disk or rights, and what to do about it.
+_REMEDY = {
+    errno.ENOSPC: "no space left on the device; free some and run the same command again to resume",
+    errno.EDQUOT: "disk quota exceeded; free some and run the same command again to resume",
+    errno.EACCES: "permission denied; check who may read and write it",
+    errno.EPERM: "operation not permitted; check who may read and write it",
+    errno.EROFS: "read-only file system; choose another --out",
+}
+
+
+class Interrupted(BaseException):
+    """SIGINT, SIGTERM or a reader that has gone; the message, if any, says how to go on.
+
+    Not an Exception: no `except Exception` on the way may swallow it, and every context manager still closes.
+    """
+
+
+def os_error_line(error: OSError) -> str | None:
+    """The one line for a refusal of the operating system that the user can mend, None for any other."""
+    if error.errno not in _REMEDY:
+        return None
+    where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+    return where + _REMEDY[error.errno]
+
+
+def _interrupt(signum: int, _frame: FrameType | None) -> NoReturn:
+    # a second signal must end a run that is stuck in its cleanup
+    signal.signal(signum, signal.SIG_DFL)
+    raise Interrupted("interrupted")
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGINT and SIGTERM raise Interrupted inside; afterwards they do what they did before."""
+    before = {signum: signal.signal(signum, _interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def reader_gone() -> NoReturn:
+    """End the run because nobody reads stdout any more (`lowbit plan MODEL | head -1`)."""
+    # the interpreter flushes stdout once more at exit: give it somewhere to go
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise Interrupted("")
+
+
+def exit_code(run: Callable[[], object]) -> int:
+    """Call `run`, print the user's error or interruption as one line, return the exit code."""
+    try:
+        with _interruptible():
+            run()
+    except LowbitError as e:
+        _say(f"error: {e}")
+        return e.exit_code
+    except OSError as e:
+        line = os_error_line(e)
+        if line is None:
+            raise
+        _say(f"error: {line}")
+        return BAD_INPUT
+    except Interrupted as e:
+        if str(e):
+            _say(str(e))
+        return INTERRUPTED
+    return 0
+
+
+def _say(message: str) -> None:
+    """Print to stderr on one line, whatever file names and library messages hold."""
+    print(f"lowbit: {' '.join(message.split())}", file=sys.stderr)

@@ -1,0 +1,298 @@
+"""What a person sees and what a program reads.
+
+Data (tables, summaries) goes to stdout, progress and notes to stderr. With --json stdout holds one JSON
+object a line and everything for people moves to stderr; with --quiet people get warnings and errors only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TaskProgressColumn, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from lowbit.cli.errors import reader_gone
+from lowbit.errors import LowbitError
+from lowbit.events import LayerDone, Note, Stage
+
+# Width of tables where there is no terminal to ask: a log takes long lines, a truncated name helps nobody.
+PLAIN_WIDTH = 120
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def size(nbytes: float) -> str:
+    """Bytes in the unit that keeps one to three digits before the point."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 1.4 s, 2:05 or 1:00:00."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
+
+
+def decibel(value: float | None) -> str:
+    return "–" if value is None else "exact" if math.isinf(value) else f"{value:.1f} dB"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.2f} %"
+
+
+class _Console(Console):
+    """A console whose reader may leave: `lowbit plan MODEL | head -1` ends quietly."""
+
+    def on_broken_pipe(self) -> None:
+        reader_gone()
+
+
+def _console(stream: TextIO) -> Console:
+    return _Console(file=stream, width=None if stream.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+def _json_value(value: Any) -> Any:
+    """The value with what JSON cannot hold (infinite SNR, paths, tuples) as null, text and lists."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case dict():
+            return {str(key): _json_value(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_json_value(item) for item in value]
+        case None | bool() | int() | float() | str():
+            return value
+        case _:
+            return str(value)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a command prints. data: tables and summaries.  status: progress, notes, warnings."""
+
+    json: bool
+    quiet: bool
+    data: Console
+    status: Console
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Print one JSON line, if --json was given."""
+        if self.json:
+            try:
+                print(json.dumps(_json_value(event), ensure_ascii=False), flush=True)
+            except BrokenPipeError:
+                reader_gone()
+
+    def show(self, *renderables: RenderableType) -> None:
+        """Print to people, unless they asked for quiet."""
+        if not self.quiet:
+            for renderable in renderables:
+                self.data.print(renderable)
+
+    def note(self, note: Note) -> None:
+        """Print a warning at once; other notes wait for the closing summary."""
+        if note.level == "warning":
+            self.status.print(Text(f"warning: {note.message}", style="yellow"), soft_wrap=True)
+
+
+@contextmanager
+def output(json: bool, quiet: bool) -> Iterator[Output]:
+    """The output of one command; with --json a user's error is an event too, before the exit."""
+    out = Output(json, quiet, _console(sys.stderr if json else sys.stdout), _console(sys.stderr))
+    try:
+        yield out
+    except LowbitError as e:
+        out.event({"event": "error", "message": str(e), "exit_code": e.exit_code})
+        raise
+
+
+def next_command(command: str) -> RenderableType:
+    """The last line of a success: what to run now."""
+    return Text.assemble(("next  ", "dim"), (command, "bold cyan"))
+
+
+def facts(rows: list[tuple[str, str]]) -> Table:
+    """Names and values in two columns, as a summary lists them."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return table
+
+
+def note_list(notes: list[str], most: int = 8) -> RenderableType:
+    """Notes as a list with hanging indents; past `most`, how many more the manifest holds."""
+    lines = [Padding(Text.assemble(("• ", "dim"), note), (0, 0, 0, 0)) for note in notes[:most]]
+    if len(notes) > most:
+        lines.append(Padding(Text(f"… and {len(notes) - most} more in lowbit.json", style="dim"), (0, 0)))
+    return Group(*lines)
+
+
+class _Done(ProgressColumn):
+    """Bytes done of bytes in all; nothing for a stage that counts none."""
+
+    def render(self, task: Task) -> Text:
+        if not task.total or not task.fields["in_bytes"]:
+            return Text("")
+        return Text(f"{size(task.completed)} of {size(task.total)}", style="dim")
+
+
+class _Rate(ProgressColumn):
+    """Source bytes a second since the stage began."""
+
+    def render(self, task: Task) -> Text:
+        seconds = task.finished_time if task.finished else task.elapsed
+        if not seconds or not task.completed or not task.fields["in_bytes"]:
+            return Text("")
+        return Text(f"{task.completed / seconds / 2**30:.2f} GiB/s", style="cyan")
+
+
+class _Left(ProgressColumn):
+    """Time that is left; for a finished stage the time that it took."""
+
+    def render(self, task: Task) -> Text:
+        if task.finished:
+            return Text(duration(task.finished_time or 0.0), style="green")
+        left = task.time_remaining
+        return Text("ETA –" if left is None else f"ETA {duration(left)}", style="bold")
+
+
+class LiveProgress:
+    """On a terminal: one bar a stage, and below the bars the layer that was last finished."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.layer = ""
+        self.tasks: dict[str, TaskID] = {}
+        self.bars = Progress(
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
+            TaskProgressColumn(),
+            _Done(table_column=Column(no_wrap=True, justify="right")),
+            _Rate(table_column=Column(no_wrap=True, justify="right")),
+            _Left(table_column=Column(no_wrap=True, justify="right", min_width=8)),
+            console=console,
+            expand=True,
+            auto_refresh=False,
+        )
+        # stdout stays untouched: it may be a pipe that a program reads
+        self.live = Live(
+            get_renderable=self._render, console=console, refresh_per_second=8, redirect_stdout=False
+        )
+
+    def _render(self) -> RenderableType:
+        layer = Text(f"  {self.layer}", style="dim", no_wrap=True, overflow="ellipsis")
+        return Group(self.bars.get_renderable(), layer) if self.layer else self.bars.get_renderable()
+
+    def __enter__(self) -> LiveProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live.is_started:
+            self.layer = ""
+            self.live.stop()
+
+    def stage(self, stage: Stage) -> None:
+        self._finish()
+        self.layer = stage.detail
+        total, in_bytes = stage.total_bytes or None, stage.total_bytes > 0
+        if stage.name in self.tasks:
+            self.bars.reset(self.tasks[stage.name], total=total, in_bytes=in_bytes)
+        else:
+            self.tasks[stage.name] = self.bars.add_task(stage.name, total=total, in_bytes=in_bytes)
+        self.live.start()
+
+    def _finish(self) -> None:
+        """Fill the bars of stages that count no bytes when the next stage begins."""
+        for task in self.bars.tasks:
+            if task.total is None:
+                self.bars.update(task.id, total=1, completed=1)
+
+    def done(self, layer: LayerDone) -> None:
+        self.layer = layer.name
+        if self.bars.tasks:
+            self.bars.update(self.bars.tasks[-1].id, completed=layer.done_bytes)
+
+
+class LineProgress:
+    """Elsewhere: a line when a stage begins and one every ten seconds."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console = console
+        self.clock = clock
+        self.now = Stage("")
+        self.began = self.printed = clock()
+
+    def __enter__(self) -> LineProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def stage(self, stage: Stage) -> None:
+        self.now = stage
+        self.began = self.printed = self.clock()
+        total = f", {size(stage.total_bytes)}" if stage.total_bytes else ""
+        self._line(f"{stage.name}{': ' if stage.detail else ''}{stage.detail}{total}")
+
+    def done(self, layer: LayerDone) -> None:
+        now = self.clock()
+        if now - self.printed < SECONDS_BETWEEN_LINES:
+            return
+        self.printed = now
+        seconds, total = now - self.began, self.now.total_bytes
+        parts = [self.now.name]
+        if total and layer.done_bytes:
+            left = seconds * (total - layer.done_bytes) / layer.done_bytes
+            parts.append(f"{100 * layer.done_bytes / total:.0f}%")
+            parts.append(f"{size(layer.done_bytes)} of {size(total)}")
+            parts.append(f"{layer.done_bytes / seconds / 2**30:.2f} GiB/s")
+            parts.append(f"ETA {duration(left)}")
+        self._line("  ".join([*parts, layer.name]))
+
+    def _line(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+
+class NoProgress:
+    """With --quiet."""
+
+    def __enter__(self) -> NoProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def stage(self, stage: Stage) -> None:
+        pass
+
+    def done(self, layer: LayerDone) -> None:
+        pass
+
+
+def progress(out: Output) -> LiveProgress | LineProgress | NoProgress:
+    """The progress display that suits where stderr goes."""
+    if out.quiet:
+        return NoProgress()
+    # JSON lines and a live bar on one terminal would overwrite each other
+    if out.status.is_terminal and not (out.json and sys.stdout.isatty()):
+        return LiveProgress(out.status)
+    return LineProgress(out.status)

@@ -1,0 +1,46 @@
+"""The recipes that we ship parse, and do what their names say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lowbit.recipe import Recipe, make_recipe, matches
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_parses_and_says_what_it_is_for(file: Path) -> None:
+    assert make_recipe(file) is not None
+    assert file.read_text().startswith("# ")
+
+
+def test_int4_is_the_defaults_written_out() -> None:
+    recipe = make_recipe(RECIPES / "int4.yaml")
+    assert recipe.symmetric == Recipe().symmetric
+    assert recipe.model_copy(update={"sym": None}) == Recipe()
+
+
+def test_int8_has_eight_bits() -> None:
+    recipe = make_recipe(RECIPES / "int8.yaml")
+    assert (recipe.bits, recipe.symmetric) == (8, True)
+
+
+def test_down_proj_and_nothing_else_gets_eight_bits() -> None:
+    (rule,) = make_recipe(RECIPES / "int4-down8.yaml").rules
+    names = [f"model.layers.3.mlp.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")]
+    names.append("model.layers.3.self_attn.o_proj.weight")
+    assert [name for name in names if matches(rule.match, name)] == ["model.layers.3.mlp.down_proj.weight"]
+    assert rule.bits == 8
+
+
+def test_rtn_asym_stays_rtn_and_asymmetric() -> None:
+    recipe = make_recipe(RECIPES / "rtn-asym.yaml")
+    assert (recipe.method, recipe.symmetric, recipe.group) == ("rtn", False, 64)
+
+
+def test_flags_win_over_the_file_and_only_those_given() -> None:
+    recipe = make_recipe(RECIPES / "rtn-asym.yaml", bits=8, group=None)
+    assert (recipe.bits, recipe.group, recipe.symmetric) == (8, 64, False)
