@@ -122,3 +122,24 @@ def round_to(x, dtype: tl.constexpr):
         return tl.where(tl.abs(x) < float("inf"), rounded.to(tl.float32, bitcast=True), x)
     else:
         return x.to(dtype).to(tl.float32)
+
+
+@jit()
+def pack_codes(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
+    """[ROWS, COLUMNS · 32 / BITS] int32 codes of 2, 4 or 8 bits to [ROWS, COLUMNS] words."""
+    fields = (
+        tl.reshape(codes, (ROWS, COLUMNS, 32 // BITS)) << (tl.arange(0, 32 // BITS) * BITS)[None, None, :]
+    )
+    # disjoint bits: adding is or-ing
+    return tl.sum(fields, axis=2)
+
+
+@jit()
+def pack_codes_3(codes, word: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Word 0, 1 or 2 of every 32 codes of 3 bits: [ROWS, COLUMNS · 32] codes to [ROWS, COLUMNS] words."""
+    # where code i starts, seen from this word; 30 and 31, or -1 and -2, straddle its edges
+    start = (tl.arange(0, 32) * 3 - 32 * word)[None, None, :]
+    codes = tl.reshape(codes, (ROWS, COLUMNS, 32))
+    here = tl.where((start >= 0) & (start < 32), codes << (start & 31), 0)
+    before = tl.where((start < 0) & (start > -3), codes >> (-start & 31), 0)
+    return tl.sum(here + before, axis=2)
