@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.errors import RecipeError
 from lowbit.scheme import QuantizedTensor, QuantScheme
-from lowbit.solvers import rtn
+from lowbit.solvers import gptq, rtn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +36,7 @@ class Solver:
 
 SOLVERS: dict[str, Solver] = {
     "rtn": Solver("rtn", False, rtn.Options, rtn.accepts, rtn.solve),
+    "gptq": Solver("gptq", True, gptq.Options, gptq.accepts, gptq.solve),
 }
 
 
