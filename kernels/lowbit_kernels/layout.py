@@ -97,7 +97,8 @@ def _pack_rows(codes: Tensor, bits: int) -> Tensor:
     """[R, K] uint8 to [R, ceil(K / 32) · bits] int32; missing codes count as 0."""
     rows, k = codes.shape
     codes = torch.nn.functional.pad(codes, (0, -k % 32)) if k % 32 else codes.contiguous()
-    eight = codes.view(torch.int64)
+    # flat first: a single row that was a column counts as contiguous, but its stride does not allow the view
+    eight = codes.view(-1).view(torch.int64).view(rows, -1)
     for width in (8, 16, 32):
         filled = bits * width // 8
         if filled < width:
@@ -117,7 +118,7 @@ def _unpack_rows(words: Tensor, bits: int) -> Tensor:
         eight = eight.view(rows, -1)
     else:
         # the mask drops the sign that widening spreads upwards
-        eight = words.view(_EIGHT_CODES[bits]).to(torch.int64) & _every(64, 8 * bits)
+        eight = words.view(-1).view(_EIGHT_CODES[bits]).view(rows, -1).to(torch.int64) & _every(64, 8 * bits)
     for width in (32, 16, 8):
         filled = bits * width // 8
         if filled < width:

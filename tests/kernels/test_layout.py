@@ -62,6 +62,15 @@ def test_strided_codes_pack_like_their_copy():
     assert torch.equal(pack_words(codes.T, 4), pack_words(codes.T.contiguous(), 4))
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_column_as_single_row(bits):
+    """[1, K] with both strides 1 is contiguous to torch, and not viewable as a wider type."""
+    codes = (torch.arange(64) % 2**bits).to(torch.uint8)[:, None].T
+    words = pack_words(codes, bits)
+    assert torch.equal(words, pack_words(codes.clone(memory_format=torch.contiguous_format), bits))
+    assert torch.equal(unpack_words(words[0][:, None].T, bits, 64), codes)
+
+
 def test_chunks_do_not_show():
     # more rows than one cache-sized chunk holds
     codes = torch.randint(0, 8, (4097, 64), dtype=torch.uint8)
