@@ -134,7 +134,7 @@ def _describe(path: Path, size: int, meta: dict[str, Any], tensor: Any) -> GgufI
         dtype="F16",
         shape=shape,
         nbytes=2 * values,
-        file=path.name,
+        file=str(path),
         offset=start,
         kind=tensor.tensor_type,
         row_bytes=nbytes // (values // shape[-1]),

@@ -59,7 +59,7 @@ MAX_HEADER_BYTES = 100_000_000
 class TensorInfo:
     """Where one tensor of a model is, known without reading it.
 
-    dtype: safetensors' name, for example "BF16".  file: name of the file that holds it.
+    dtype: safetensors' name, for example "BF16".  file: path of the file that holds it.
     offset: byte of that file at which it starts.
     """
 
@@ -162,7 +162,7 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         raise SourceError(
             f"{path}: {name} is {dtype} {shape}, {nbytes} bytes, but has {end - begin}; download it again"
         )
-    return TensorInfo(name, dtype, tuple(shape), nbytes, path.name, data_start + begin)
+    return TensorInfo(name, dtype, tuple(shape), nbytes, str(path), data_start + begin)
 
 
 def entry_text(name: str, dtype: str, shape: Iterable[int], begin: int, end: int) -> str:

@@ -67,7 +67,7 @@ HASH_CHUNK = 1 << 22
 
 @dataclass
 class Source:
-    """An open model. Use as a context manager; TensorInfo.file is a name in `files`.
+    """An open model. Use as a context manager; TensorInfo.file is one of `files`.
 
     name: what the user typed.  path: folder of config and tokenizer (a temporary one for GGUF).
     tensors: by name, in the order of the files.  side_files: everything to be copied byte for byte: not the
@@ -226,7 +226,7 @@ def _open_folder(model: str, folder: Path, trust_remote_code: bool) -> Source:
     side_files = _side_files(folder, code)
     files = (*weights, *([index] if index else []), folder / "config.json", *side_files)
     resources = contextlib.ExitStack()
-    descriptors = {path.name: _open_descriptor(path, resources) for path in weights}
+    descriptors = {str(path): _open_descriptor(path, resources) for path in weights}
 
     def read(info: TensorInfo) -> Tensor:
         return _read_plain(descriptors[info.file], info)
@@ -337,10 +337,9 @@ def _by_name(folder: Path, infos: list[TensorInfo], index: Path | None) -> dict[
     for name, file in (_weight_map(index) if index else {}).items():
         if name not in tensors:
             raise SourceError(f"{index}: {name} is not in {file}; download both again")
-        if tensors[name].file != file:
-            raise SourceError(
-                f"{index}: {name} is in {tensors[name].file}, not in {file}; download the index again"
-            )
+        found = Path(tensors[name].file).name
+        if found != file:
+            raise SourceError(f"{index}: {name} is in {found}, not in {file}; download the index again")
     return tensors
 
 
@@ -351,7 +350,7 @@ def _check_tensors(folder: Path, config: dict[str, Any], tensors: Mapping[str, T
     for info in tensors.values():
         if info.dtype in NARROW or info.name.endswith(QUANTIZED_SUFFIXES):
             raise SourceError(
-                f"{folder / info.file}: {info.name} ({info.dtype}) is quantized already; "
+                f"{info.file}: {info.name} ({info.dtype}) is quantized already; "
                 "start from the original bf16, fp16 or fp32 weights"
             )
     architecture = str((config.get("architectures") or [""])[0])

@@ -78,7 +78,7 @@ def _describe(path: Path, name: str, tensor: object) -> StridedInfo:
         dtype=dtype,
         shape=tuple(tensor.shape),
         nbytes=tensor.nbytes,
-        file=path.name,
+        file=str(path),
         offset=start + tensor.storage_offset() * tensor.itemsize,
         stride=tensor.stride(),
         span=(last + 1) * tensor.itemsize if tensor.numel() else 0,
