@@ -20,7 +20,7 @@ LEVELS = {
         {"scheme"},
         {"events", "recipe", "hessian", "decode", "solvers", "checkpoint"},
         {"plan", "calib", "blocks", "validate", "verify", "evaluate", "tune", "report"}
-        | {"inspect", "generate", "hub"},
+        | {"inspect", "generate", "hub", "convert", "runtime"},
         {"pipeline"},
         {"cli"},
     ],
@@ -29,7 +29,7 @@ LEVELS = {
         {"reference", "device"},
         {"wna16", "packing", "solve"},
         {"dispatch"},
-        {"tuning"},
+        {"tuning", "functional"},
     ],
 }
 
@@ -38,7 +38,8 @@ ROOMS = {
     "typer": {"lowbit.cli"},
     "click": set(),
     "rich": {"lowbit.cli"},
-    "transformers": {"lowbit.blocks", "lowbit.calib", "lowbit.plan", "lowbit.evaluate", "lowbit.generate"},
+    "transformers": {"lowbit.blocks", "lowbit.calib", "lowbit.plan", "lowbit.evaluate", "lowbit.generate"}
+    | {"lowbit.runtime"},
     "safetensors": {"lowbit.checkpoint"},
     "triton": {"lowbit_kernels"},
 }

@@ -229,7 +229,7 @@ def _is_transient(e: BaseException) -> bool:
 
 @contextmanager
 def _one_line_errors(repo_id: str, endpoint: str, token: str | None) -> Iterator[None]:
-    """Turn what huggingface_hub raises into a one-line HubError without the token; its bars are off inside."""
+    """Make one-line HubErrors, without the token, of what huggingface_hub raises; its bars are off inside."""
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -402,7 +402,7 @@ def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
 
 
 def _how_to_load(format: str, layers: list[dict[str, Any]]) -> list[str]:
-    """One snippet per engine, or the reason why it cannot load the checkpoint; docs/loaders.md has the runs."""
+    """One snippet per engine, or why it cannot load the checkpoint; docs/loaders.md has the runs."""
     asymmetric = any(" asym " in row["scheme"] for row in layers)
     moe = any(".experts." in row["name"] for row in layers)
     odd_bits = {row["scheme"].split()[0] for row in layers} - {"int4", "int8"}

@@ -1,0 +1,63 @@
+"""Quantize and multiply as two functions of plain tensors, on any device.
+
+    packed, scales, zeros = quantize_weight_int4_grouped(weight, group_size=128)
+    y = w4a16_gemm(x, packed, scales, zeros, group_size=128)
+
+A GPU runs the Triton kernels; elsewhere the same numbers come from reference.py, since the interpreter that
+dispatch.matmul uses for CPU tensors only bears small tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .dispatch import GemmWeight
+from .layout import pack_words
+from .packing import quantize_pack
+from .reference import matmul_reference, quantize_groups
+
+
+def quantize_weight_int4_grouped(weight: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor, Tensor]:
+    """Round a weight to 4 bits with one scale and one zero-point for each group of inputs.
+
+    weight: [N, K] float16, bfloat16 or float32.
+    Returns packed [N, ceil(K / 8)] int32, lowest bits first, scales [N, K / group_size] of weight's dtype and
+    zeros [N, K / group_size] uint8: weight ≈ (code - zero) · scale.
+    Raises ValueError if groups do not fill the row or a scale is not finite in weight's dtype.
+    """
+    packed, scales, zeros = quantize(weight, 4, group_size, symmetric=False, scale_dtype=weight.dtype)
+    assert zeros is not None
+    return packed, scales, zeros
+
+
+def w4a16_gemm(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int = 128
+) -> Tensor:
+    """Return x @ ((code - zero) · scale).T, accumulated in fp32, in x's dtype.
+
+    x: [..., K].  packed: [N, ceil(K / 8)] int32.  scales: [N, K / group_size].  zeros: of the same shape, or
+    None for the symmetric grid, whose zero-point is 8.
+    Raises ValueError for shapes or dtypes that do not fit.
+    """
+    return linear(x, GemmWeight(packed, scales, zeros, 4, group_size, x.shape[-1]))
+
+
+def quantize(
+    weight: Tensor, bits: int, group_size: int, symmetric: bool, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return words, scale and zero_point (None when symmetric) of a weight [N, K], as quantize_pack does."""
+    if weight.is_cuda:
+        return quantize_pack(weight, bits, group_size, symmetric, scale_dtype)
+    codes, scale, zero_point = quantize_groups(weight, bits, group_size, symmetric, scale_dtype)
+    return pack_words(codes, bits), scale, zero_point
+
+
+def linear(x: Tensor, weight: GemmWeight, bias: Tensor | None = None) -> Tensor:
+    """Return x @ dequantized.T + bias for x [..., K]: by kernel on a GPU, by the reference elsewhere."""
+    if x.is_cuda:
+        return dispatch.matmul(x, weight, bias)
+    return matmul_reference(
+        x, weight.words, weight.scale, weight.zero_point, weight.bits, weight.group_size, bias
+    )
