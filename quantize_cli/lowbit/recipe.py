@@ -29,10 +29,15 @@ OnIndivisible = Literal["smaller-group", "skip", "error"]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """True if pattern selects name: `re:EXPR` from the start of the name, anything else as the exact name."""
+    """True if pattern selects the tensor or module `name`.
+
+    `re:EXPR` matches from the start of the module or tensor name; anything else is the whole name or its last
+    dotted parts: `mlp.down_proj` selects model.layers.0.mlp.down_proj.weight, `proj` does not.
+    """
+    module = name.removesuffix(".weight")
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
-    return pattern == name
+        return any(re.match(pattern[3:], whole) for whole in (module, name))
+    return pattern == name or f".{module}".endswith(f".{pattern}")
 
 
 def _check_pattern(pattern: str) -> str:
@@ -130,5 +135,7 @@ def make_recipe(file: str | Path | None = None, **given: Any) -> Recipe:
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(map(str, first["loc"])) or "recipe"
-        reason = {"extra_forbidden": "unknown key"}.get(first["type"], first["msg"].removeprefix("Value error, "))
+        reason = {"extra_forbidden": "unknown key"}.get(
+            first["type"], first["msg"].removeprefix("Value error, ")
+        )
         raise RecipeError(f"{file or 'options'}: {where}: {reason} (got {first['input']!r})") from None

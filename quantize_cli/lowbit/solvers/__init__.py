@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from lowbit.errors import RecipeError
-from lowbit.scheme import QuantizedTensor, QuantScheme
+from lowbit.scheme import PackedTensor, QuantizedTensor, QuantScheme
 from lowbit.solvers import gptq, rtn
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class Solver:
     """solve: weight [N, K] in the source dtype, the scheme, calibration statistics or None, options.
 
     accepts: the reason why a scheme cannot be solved, None if it can.
+    solve_packed: solve and pack a weight on a GPU in one kernel, for methods that have one.
     """
 
     name: str
@@ -32,10 +33,11 @@ class Solver:
     options: type
     accepts: Callable[[QuantScheme], str | None]
     solve: Callable[[Tensor, QuantScheme, LayerStats | None, Any], QuantizedTensor]
+    solve_packed: Callable[[Tensor, QuantScheme], PackedTensor] | None = None
 
 
 SOLVERS: dict[str, Solver] = {
-    "rtn": Solver("rtn", False, rtn.Options, rtn.accepts, rtn.solve),
+    "rtn": Solver("rtn", False, rtn.Options, rtn.accepts, rtn.solve, rtn.solve_packed),
     "gptq": Solver("gptq", True, gptq.Options, gptq.accepts, gptq.solve),
 }
 
