@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lowbit.checkpoint.formats import compressed_tensors
+from lowbit.checkpoint.formats import awq, compressed_tensors, gptq
+from lowbit.errors import SourceError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,4 +64,46 @@ FORMATS = {
         quantization_config=compressed_tensors.quantization_config,
         read_config=compressed_tensors.read_config,
     ),
+    "gptq": Format(
+        name="gptq",
+        suffixes=gptq.SUFFIXES,
+        accepts=gptq.accepts_v1,
+        accepts_layer=gptq.accepts_layer,
+        encode=partial(gptq.encode, less=1),
+        decode=partial(gptq.decode, less=1),
+        quantization_config=partial(gptq.quantization_config, version="gptq"),
+        read_config=gptq.read_config,
+        extra_files=gptq.extra_files,
+    ),
+    "gptq-v2": Format(
+        name="gptq-v2",
+        suffixes=gptq.SUFFIXES,
+        accepts=gptq.accepts_v2,
+        accepts_layer=gptq.accepts_layer,
+        encode=partial(gptq.encode, less=0),
+        decode=partial(gptq.decode, less=0),
+        quantization_config=partial(gptq.quantization_config, version="gptq_v2"),
+        read_config=gptq.read_config,
+        extra_files=gptq.extra_files,
+    ),
+    "awq": Format(
+        name="awq",
+        suffixes=awq.SUFFIXES,
+        accepts=awq.accepts,
+        accepts_layer=awq.accepts_layer,
+        encode=awq.encode,
+        decode=awq.decode,
+        quantization_config=awq.quantization_config,
+        read_config=awq.read_config,
+    ),
 }
+
+
+def format_of(config: dict[str, Any]) -> Format:
+    """The format that a quantization_config states; SourceError if it is none of the table."""
+    name = str(config.get("quant_method"))
+    if name == "gptq" and config.get("checkpoint_format") == "gptq_v2":
+        name = "gptq-v2"
+    if name not in FORMATS:
+        raise SourceError(f"quant_method {name!r} is not one of {', '.join(FORMATS)}")
+    return FORMATS[name]

@@ -6,22 +6,22 @@
     weight_shape       int64 [2]                        N, K
 
 Files hold signed values plus 2^(bits-1), for codes and zero-points alike: that is our unsigned code, so
-nothing is added or taken away. (compressed_tensors/compressors/quantized_compressors/pack_quantized.py, 0.20.1.)
+nothing is added or taken away. (compressed_tensors 0.20.1, quantized_compressors/pack_quantized.py.)
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowbit.checkpoint.formats.patterns import patterns
+from lowbit.checkpoint.formats.stored import expect, with_scale_dtype
 from lowbit.errors import LowbitError, SourceError
-from lowbit.scheme import PackedTensor, QuantScheme, ScaleDtype
-from lowbit_kernels.layout import pack_words
+from lowbit.scheme import PackedTensor, QuantScheme
+from lowbit_kernels.layout import pack_words, unpack_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
 SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 # the release whose files these are
 VERSION = "0.20.1"
-SCALE_DTYPES: dict[torch.dtype, ScaleDtype] = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-}
 
 
 def accepts(scheme: QuantScheme) -> str | None:
@@ -71,36 +66,24 @@ def decode(
 ) -> PackedTensor:
     """One layer from its tensors; its scheme has the dtype that the scales are stored in."""
     n, k = shape
-    scale = get(f"{prefix}.weight_scale")
-    if scale.dtype not in SCALE_DTYPES:
-        raise SourceError(f"{prefix}.weight_scale: dtype {scale.dtype}; quantize the model again")
-    stored = replace(scheme, scale_dtype=SCALE_DTYPES[scale.dtype])
-    words = get(f"{prefix}.weight_packed")
-    _expect(f"{prefix}.weight_packed", words, (n, -(-k * scheme.bits // 32)))
-    _expect(f"{prefix}.weight_scale", scale, (n, scheme.groups(k)))
+    groups, bits = scheme.groups(k), scheme.bits
+
+    def part(suffix: str, *size: int, dtype: torch.dtype | None = torch.int32) -> Tensor:
+        return expect(f"{prefix}.{suffix}", get(f"{prefix}.{suffix}"), size, dtype)
+
+    words = part("weight_packed", n, -(-k * bits // 32))
+    scale = part("weight_scale", n, groups, dtype=None)
     stated = get(f"{prefix}.weight_shape").tolist()
     if stated != [n, k]:
         raise SourceError(f"{prefix}.weight_shape: holds {stated}, the layer is {[n, k]}")
     zero_point = None
     if not scheme.symmetric:
-        columns = get(f"{prefix}.weight_zero_point")
-        _expect(f"{prefix}.weight_zero_point", columns, (-(-n * scheme.bits // 32), scheme.groups(k)))
-        zero_point = _unpack_columns(columns, scheme.bits, n)
-    return PackedTensor(words, scale, zero_point, stored, k)
-
-
-def _unpack_columns(words: Tensor, bits: int, n: int) -> Tensor:
-    """Return uint8 [n, G] from int32 [ceil(n · bits / 32), G]: value i of a column lies at bit i · bits."""
-    per_word = 32 // bits
-    shifts = torch.arange(0, 32, bits, device=words.device).view(1, per_word, 1)
-    # an arithmetic shift fills in ones from the left, which the mask takes away
-    values = (words.view(-1, 1, words.shape[1]) >> shifts) & (2**bits - 1)
-    return values.reshape(-1, words.shape[1])[:n].to(torch.uint8).contiguous()
-
-
-def _expect(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise SourceError(f"{name}: shape {list(tensor.shape)}, config and layer ask for {list(shape)}")
+        zero_point = unpack_words(
+            part("weight_zero_point", -(-n * bits // 32), groups).T, bits, n
+        ).T.contiguous()
+    return PackedTensor(
+        words, scale, zero_point, with_scale_dtype(scheme, f"{prefix}.weight_scale", scale), k
+    )
 
 
 def quantization_config(layers: Sequence[LayerPlan], dense: Sequence[str]) -> dict[str, Any]:

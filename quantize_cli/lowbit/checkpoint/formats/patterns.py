@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 
 def patterns(names: Iterable[str]) -> list[str]:
@@ -13,11 +14,9 @@ def patterns(names: Iterable[str]) -> list[str]:
     Neither end is anchored.
     """
     # odd places of a split name hold an index, as text; after merging, the tuple of all indices
-    keys: list[tuple[str | tuple[str, ...], ...]] = [
-        tuple(re.split(r"(?<=\.)(\d+)(?=\.)", name)) for name in names
-    ]
+    keys: list[tuple[Any, ...]] = [tuple(re.split(r"(?<=\.)(\d+)(?=\.)", name)) for name in names]
     for place in sorted({i for key in keys for i in range(1, len(key), 2)}, reverse=True):
-        merged: dict[tuple[object, ...], list[str]] = {}
+        merged: dict[tuple[tuple[Any, ...], tuple[Any, ...]], list[str]] = {}
         for key in keys:
             index = key[place] if place < len(key) else ""
             merged.setdefault((key[:place], key[place + 1 :]), []).append(str(index))
