@@ -22,7 +22,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime import interpreter
 except ImportError:
     triton = None
     # Only what is evaluated when a kernel is defined; its body never runs.
@@ -51,7 +51,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     if device.type == "cpu":
         with interpreted():
             # under TRITON_INTERPRET=1 triton.jit has made an InterpretedFunction already
-            fn = kernel if isinstance(kernel, InterpretedFunction) else InterpretedFunction(kernel.fn)
+            fn = (
+                kernel
+                if isinstance(kernel, interpreter.InterpretedFunction)
+                else interpreter.InterpretedFunction(kernel.fn)
+            )
             fn[grid](*args, **meta)
     else:
         with torch.cuda.device(device):
@@ -60,21 +64,34 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Let Triton's interpreter run kernels here, one thread at a time, and leave no trace.
+    """Let Triton's interpreter run kernels here, one thread at a time, and leave Triton able to compile.
 
-    The interpreter replaces functions of triton.language while it runs and does not put all of them back,
-    and without TRITON_INTERPRET=1 a compiled-only tl.sum or helper refuses to be called from Python.
+    The interpreter replaces attributes of triton.language while it runs and does not put all of them back,
+    and without TRITON_INTERPRET=1 tl.sum and our helpers, compiled functions, refuse a call from Python.
     Compiling a kernel on another thread meanwhile is not supported.
     """
     jitted = triton.runtime.JITFunction
-    places = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, jitted)
+    modules = (tl, tl.core, tl.math, tl.standard, interpreter)
+    classes = (tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, jitted)
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: Any, *scope: Any) -> None:
+        # Triton 3.4 to 3.6 convert an array of one element by int(), which NumPy 2.4 refuses
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
     with _interpreter_lock:
-        saved = [(place, dict(vars(place))) for place in places]
-        jitted.__call__ = lambda self, *args, **kwargs: InterpretedFunction(self.fn)(*args, **kwargs)
+        saved = [(place, dict(vars(place))) for place in modules + classes]
+        jitted.__call__ = lambda self, *args, **kwargs: interpreter.InterpretedFunction(self.fn)(
+            *args, **kwargs
+        )
+        interpreter._patch_lang_tensor = patch_tensor_and_index
         try:
             yield
         finally:
             for place, attributes in saved:
+                for name in set(vars(place)) - set(attributes) if place in classes else ():
+                    delattr(place, name)
                 for name, value in attributes.items():
                     if vars(place).get(name) is not value:
                         setattr(place, name, value)

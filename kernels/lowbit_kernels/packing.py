@@ -138,7 +138,7 @@ def quantize_pack(
         if not all(t is None or (t.is_contiguous() and t.device == weight.device) for t in out):
             raise ValueError("out must be contiguous and on the weight's device")
     block = min(2048, 1 << (max(group_size, 32) - 1).bit_length())
-    rows = max(1, 4096 // block)
+    rows = max(1, 2048 // block)
     launch(
         quantize_pack_kernel,
         (-(-n * groups // rows),),
