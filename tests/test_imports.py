@@ -18,9 +18,9 @@ LEVELS = {
     "lowbit": [
         {"errors"},
         {"scheme"},
-        {"events", "recipe", "hessian", "decode", "solvers", "checkpoint"},
+        {"events", "recipe", "hessian", "decode", "solvers", "checkpoint", "ahead", "device"},
         {"plan", "calib", "blocks", "validate", "verify", "evaluate", "tune", "report"}
-        | {"inspect", "generate", "hub", "convert", "runtime"},
+        | {"inspect", "generate", "hub", "convert", "runtime", "folder"},
         {"pipeline"},
         {"cli"},
     ],

@@ -127,6 +127,11 @@ def test_a_second_signal_ends_a_cleanup_that_hangs() -> None:
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.parametrize(("end", "code"), [(0, 0), (None, 0), (2, 2)])
+def test_typers_own_exits_keep_their_code(end: int | None, code: int) -> None:
+    assert exit_code(raising(SystemExit(end))) == code
+
+
 def test_signal_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     exit_code(lambda: None)

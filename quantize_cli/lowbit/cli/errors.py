@@ -73,6 +73,9 @@ def exit_code(run: Callable[[], object]) -> int:
     try:
         with _interruptible():
             run()
+    except SystemExit as e:
+        # typer ends every command so: 0 when it is done, 2 after a usage error that it has printed
+        return int(e.code or 0)
     except LowbitError as e:
         _say(f"error: {e}")
         return e.exit_code

