@@ -191,6 +191,11 @@ def _accepts_plain(problem: Problem) -> str | None:
 def _default_plain(problem: Problem) -> KernelConfig:
     """Tiles of 64 outputs; K is split until about 512 programs run, each with 4 blocks or more."""
     block_m = min(max(problem.m_bucket, 16), 64)
+    if problem.arch == "cpu":
+        # the interpreter's time goes by operations, whatever their size
+        return KernelConfig(
+            "plain", block_m, 64, wna16.block_within_group(problem.group_size, problem.k, 512), split_k=2
+        )
     block_k = wna16.block_within_group(problem.group_size, problem.k, 64)
     tiles = -(-problem.m_bucket // block_m) * -(-problem.n // 64)
     split_k = max(1, min(512 // tiles, -(-problem.k // block_k) // 4, 16))

@@ -20,9 +20,9 @@ from torch import Tensor
 
 BITS = (2, 3, 4, 8)
 
-# Elements a CPU loop handles at a time: their fp32 copy and a temporary or two stay in a 1 MiB L2 cache.
-# Elsewhere one launch per step over a large chunk; the bound only limits temporaries.
-_CPU_CHUNK = 1 << 16
+# Elements a CPU loop handles at a time and thread: their fp32 copy is 1 MiB, an L2 cache, and enough work to
+# hide the cost of calling PyTorch. Elsewhere one launch per step over a large chunk limits temporaries.
+_CPU_CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 27
 
 # Integer types as wide as eight codes of so many bits; three bytes have none.
@@ -55,7 +55,7 @@ class PackLayout:
 
 def row_chunks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
     """Slices of rows whose temporaries stay in cache on a CPU, and in bounds on an accelerator."""
-    elements = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+    elements = _CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, elements // max(1, columns))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 

@@ -68,6 +68,15 @@ def quantize(
     )
 
 
+def dequantize(
+    codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int
+) -> torch.Tensor:
+    """(codes - zero) · scale, [N, K] in float64."""
+    group_size = codes.shape[1] // scale.shape[1]
+    z = 2.0 ** (bits - 1) if zero is None else zero.double().repeat_interleave(group_size, dim=1)
+    return (codes.double() - z) * scale.double().repeat_interleave(group_size, dim=1)
+
+
 def matmul(
     x: torch.Tensor,
     codes: torch.Tensor,
@@ -76,9 +85,6 @@ def matmul(
     bits: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ ((codes - zero) · scale).T + bias in float64."""
-    group_size = codes.shape[1] // scale.shape[1]
-    z = 2.0 ** (bits - 1) if zero is None else zero.double().repeat_interleave(group_size, dim=1)
-    weight = (codes.double() - z) * scale.double().repeat_interleave(group_size, dim=1)
-    y = x.double() @ weight.T
+    """x @ dequantized.T + bias in float64."""
+    y = x.double() @ dequantize(codes, scale, zero, bits).T
     return y if bias is None else y + bias.double()
