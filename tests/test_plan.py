@@ -20,7 +20,8 @@ def source(shapes, config=None, dtype="F16"):
         )
         for name, shape in shapes.items()
     }
-    return SimpleNamespace(name="model", config=config or {"model_type": "llama"}, tensors=tensors)
+    config = config or {"model_type": "llama"}
+    return SimpleNamespace(name="model", config=config, tensors=tensors, notes=())
 
 
 def llama(layers=2, hidden=256, intermediate=512, **more):

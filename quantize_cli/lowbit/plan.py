@@ -183,7 +183,7 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
     _check_supported(layers, recipe)
     order = {name: i for i, name in enumerate(source.tensors)}
     copies.sort(key=lambda copy: order[copy.name])
-    return Plan(source.name, recipe, tuple(layers), tuple(copies), {}, _notes(layers))
+    return Plan(source.name, recipe, tuple(layers), tuple(copies), {}, source.notes + _notes(layers))
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

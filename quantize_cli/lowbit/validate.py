@@ -1,0 +1,165 @@
+"""Prove one packed layer against the weight it came from.
+
+The words are read back by `lowbit.decode`, which shares nothing with the packer; the decoded weight is
+multiplied with random tokens and compared with the source weight (what quantization costs) and with the W4A16
+kernel on the stored words (which may differ from it by rounding only).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowbit.decode import decode_packed, dequantize
+from lowbit.errors import GateError
+from lowbit.scheme import PackedTensor
+from lowbit_kernels.dispatch import GemmWeight, matmul
+from lowbit_kernels.reference import matmul_reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOKENS = 8
+# Weights decoded at a time: their float32 copies stay in cache on a CPU.
+CHUNK_WEIGHTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+# Output rows that the torch reference of the kernel is tried on when there is no GPU.
+SAMPLED_ROWS = 128
+
+# Output rows of the corner that the interpreted kernel multiplies.
+TILE_ROWS = 16
+
+# The kernel sums K products in fp32, an error of about sqrt(K) · 2^-24, and rounds once to the activations'
+# dtype (relative error up to 2^-11 in fp16). Twice that is a fault, not rounding.
+KERNEL_TOLERANCE = {"cpu": 2e-5, "cuda": 1e-3}
+# Rounding to nearest errs by half a step at most; calibrated methods trade weight error for output error.
+STEP_TOLERANCE = {"rtn": 0.501, "hqq": 1.0, "gptq": 1.5}
+
+
+@dataclass(frozen=True)
+class LayerErrors:
+    """How far a packed layer is from its source; all but snr_db and step_error are relative Frobenius norms.
+
+    kernel_error: kernel output against the decoded weight's output.  weight_error: decoded against source
+    weight.  output_error: decoded weight's output against the source's, on random tokens; snr_db is
+    -20 log10 of it.  step_error: root mean square weight error in units of the root mean square scale.
+    """
+
+    kernel_error: float
+    weight_error: float
+    output_error: float
+    snr_db: float
+    step_error: float
+
+
+def measure(packed: PackedTensor, weight: Tensor, *, tile: bool = False) -> LayerErrors:
+    """Errors of a packed layer against its source weight [N, K]; both on one device, any float dtype.
+
+    tile: without a GPU, run the kernel itself too, interpreted on one corner of the layer.
+    """
+    n, k = packed.shape
+    x = random_tokens(k, packed.words.device)
+    y, want = torch.empty(2, TOKENS, n, device=x.device)
+    # float64: sums of squares of millions of weights
+    difference, size = torch.zeros(2, dtype=torch.float64, device=x.device)
+    rows = max(1, CHUNK_WEIGHTS[x.device.type] // k)
+    for start in range(0, n, rows):
+        chosen = slice(start, min(start + rows, n))
+        source = weight[chosen].float()
+        decoded = decode_rows(packed, chosen)
+        torch.matmul(x, decoded.T, out=y[:, chosen])
+        torch.matmul(x, source.T, out=want[:, chosen])
+        size += source.square().sum()
+        difference += decoded.sub_(source).square().sum()
+    step = packed.scale.double().square().mean()
+    output_error = _ratio((y - want).norm(), want.norm())
+    return LayerErrors(
+        kernel_error=max(_kernel_error(packed, x, y), tile_error(packed) if tile and not x.is_cuda else 0),
+        weight_error=math.sqrt(_ratio(difference, size)),
+        output_error=output_error,
+        snr_db=-20 * math.log10(max(output_error, 1e-10)),
+        step_error=math.sqrt(_ratio(difference / (n * k), step)),
+    )
+
+
+def check_layer(name: str, method: str, errors: LayerErrors) -> None:
+    """Raise GateError, naming the layer, for errors that no correct packer and kernel can make."""
+    tolerance = max(KERNEL_TOLERANCE.values())
+    if not errors.kernel_error <= tolerance:
+        raise GateError(
+            f"{name}: the kernel's output is off by {errors.kernel_error:.1e}, more than rounding"
+        )
+    if not errors.step_error <= STEP_TOLERANCE[method]:
+        raise GateError(
+            f"{name}: the packed weight is {errors.step_error:.2f} steps from its source, "
+            f"{method} stays under {STEP_TOLERANCE[method]}"
+        )
+
+
+def random_tokens(in_features: int, device: torch.device) -> Tensor:
+    """Always the same [TOKENS, K] standard normal tokens; the caller's generator is left alone."""
+    generator = torch.Generator().manual_seed(in_features)
+    return torch.randn(TOKENS, in_features, generator=generator).to(device)
+
+
+def decode_rows(packed: PackedTensor, rows: slice) -> Tensor:
+    """The rows of a packed layer as float32, by the route that shares nothing with the packer."""
+    return dequantize(decode_packed(_take(packed, rows)))
+
+
+def gemm_weight(packed: PackedTensor) -> GemmWeight:
+    """The packed layer as the kernels take it."""
+    scheme = packed.scheme
+    return GemmWeight(
+        packed.words,
+        packed.scale,
+        packed.zero_point,
+        bits=scheme.bits,
+        group_size=scheme.width(packed.in_features),
+        in_features=packed.in_features,
+    )
+
+
+def tile_error(packed: PackedTensor) -> float:
+    """Relative error of the W4A16 kernel itself on one corner of a packed layer that lies on the CPU.
+
+    Triton's interpreter runs it on a few rows, two groups and two tokens: slow, but the real kernel.
+    """
+    corner = _take(packed, slice(TILE_ROWS), groups=2)
+    x = random_tokens(corner.in_features, corner.words.device)[:2]
+    y = x @ decode_rows(corner, slice(None)).T
+    return _ratio((matmul(x, gemm_weight(corner)) - y).norm(), y.norm())
+
+
+def _kernel_error(packed: PackedTensor, x: Tensor, y: Tensor) -> float:
+    """Relative error of the kernel on x [M, K] against y [M, N]; without a GPU, its reference on samples."""
+    if x.is_cuda:
+        x = x.half()
+        y = x.float() @ decode_rows(packed, slice(None)).T
+        return _ratio((matmul(x, gemm_weight(packed)).float() - y).norm(), y.norm())
+    rows = slice(0, None, -(-packed.shape[0] // SAMPLED_ROWS))
+    part, y = _take(packed, rows), y[:, rows]
+    width = packed.scheme.width(packed.in_features)
+    product = matmul_reference(x, part.words, part.scale, part.zero_point, packed.scheme.bits, width)
+    return _ratio((product - y).norm(), y.norm())
+
+
+def _take(packed: PackedTensor, rows: slice, groups: int | None = None) -> PackedTensor:
+    """Some rows of a packed layer, and of them the first groups, or all."""
+    scale = packed.scale[rows, :groups].contiguous()
+    width = scale.shape[1] * packed.scheme.width(packed.in_features)
+    return replace(
+        packed,
+        # groups of 32, 64, ... codes end at word boundaries whatever the bits
+        words=packed.words[rows, : -(-width * packed.scheme.bits // 32)].contiguous(),
+        scale=scale,
+        zero_point=None if packed.zero_point is None else packed.zero_point[rows, :groups].contiguous(),
+        in_features=width,
+    )
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    """part / whole, and 0 where both vanish."""
+    return 0.0 if part == 0 else (part / whole).item()

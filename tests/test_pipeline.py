@@ -1,0 +1,205 @@
+"""The whole line on small models: what is written, that it is right, and that nothing half-done is left."""
+
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowbit import pipeline
+from lowbit.errors import GateError, OutputError, RecipeError, SourceError
+from lowbit.pipeline import quantize
+from lowbit.recipe import Recipe, Rule
+
+RTN = Recipe(method="rtn", device="cpu")
+
+
+def hashes(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def manifest(folder):
+    return json.loads((folder / "lowbit.json").read_text())
+
+
+def nearest(weight, bits, group, symmetric):
+    """Round-to-nearest from the definition, row by row and group by group in float64; scales in bfloat16."""
+    result = np.empty_like(weight)
+    for i, row in enumerate(weight):
+        for start in range(0, len(row), group):
+            w = row[start : start + group]
+            if symmetric:
+                scale, zero = (
+                    max(w.max() / (2 ** (bits - 1) - 1), -w.min() / 2 ** (bits - 1)),
+                    2 ** (bits - 1),
+                )
+            else:
+                scale = (max(w.max(), 0) - min(w.min(), 0)) / (2**bits - 1)
+            scale = torch.tensor(scale, dtype=torch.float32).bfloat16().double().item()
+            if not symmetric:
+                zero = np.clip(np.round(-min(w.min(), 0) / scale), 0, 2**bits - 1)
+            codes = np.clip(np.round(w / scale) + zero, 0, 2**bits - 1)
+            result[i, start : start + group] = (codes - zero) * scale
+    return result
+
+
+@pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True)])
+def test_the_files_hold_the_nearest_grid_points(llama_folder, tmp_path, bits, symmetric):
+    from lowbit.decode import decode_layer, dequantize
+    from lowbit.scheme import QuantScheme
+
+    quantize(llama_folder, tmp_path / "out", RTN.model_copy(update={"bits": bits, "sym": symmetric}))
+    written, source = (
+        load_file(tmp_path / "out/model.safetensors"),
+        load_file(llama_folder / "model.safetensors"),
+    )
+    name = "model.layers.1.mlp.down_proj"
+    scheme = QuantScheme(bits, 128, symmetric, "bfloat16")
+    weight = source[f"{name}.weight"]
+    quantized, _ = decode_layer(
+        "compressed-tensors", lambda suffix: written[f"{name}.{suffix}"], scheme, tuple(weight.shape)
+    )
+    expected = nearest(weight.double().numpy(), bits, 128, symmetric)
+    # a weight within an fp32 rounding of a tie may fall on either side
+    difference = (dequantize(quantized).double().numpy() != expected).mean()
+    assert difference < 1e-3
+
+
+def test_every_source_tensor_is_accounted_for(llama_folder, tmp_path):
+    quantize(llama_folder, tmp_path / "out", RTN)
+    written, source = (
+        load_file(tmp_path / "out/model.safetensors"),
+        load_file(llama_folder / "model.safetensors"),
+    )
+    record = manifest(tmp_path / "out")
+    quantized = {row["source"] for row in record["layers"]}
+    copied = {row["name"] for row in record["copied"]}
+    assert quantized | copied | set(record["dropped"]) == set(source)
+    assert not quantized & copied
+    for name in copied:
+        assert torch.equal(written[name], source[name])
+    assert {name.rpartition(".")[0] for name in written if name.endswith("_packed")} == {
+        row["name"] for row in record["layers"]
+    }
+    side = {path.name for path in llama_folder.iterdir()} - {"model.safetensors", "config.json", "README.md"}
+    for name in side:
+        assert (tmp_path / "out" / name).read_bytes() == (llama_folder / name).read_bytes()
+    assert record["output"]["files"].keys() == {p.name for p in (tmp_path / "out").iterdir()} - {
+        "lowbit.json"
+    }
+
+
+def test_the_same_input_gives_the_same_bytes_and_leaves_the_generators_alone(
+    llama_folder, tmp_path, monkeypatch
+):
+    states = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()
+    quantize(llama_folder, tmp_path / "a", RTN)
+    assert random.getstate() == states[0]
+    assert np.random.get_state()[1].tobytes() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+    monkeypatch.setattr(pipeline, "WORKERS", 1)
+    monkeypatch.setattr(pipeline, "IN_FLIGHT_BYTES", 1)
+    quantize(llama_folder, tmp_path / "b", RTN)
+    assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
+
+
+def test_a_packer_that_is_wrong_fails_the_run(llama_folder, tmp_path, monkeypatch):
+    pack_words = pipeline.pack_words
+    monkeypatch.setattr(pipeline, "pack_words", lambda codes, bits: pack_words((codes + 1) % 16, bits))
+    with pytest.raises(GateError, match=r"model\.layers\.0\.\S+: the packed weight is 1\.\d+ steps"):
+        quantize(llama_folder, tmp_path / "out", RTN)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_finite_is_named(llama_folder, tmp_path):
+    from safetensors.torch import save_file
+
+    tensors = load_file(llama_folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, llama_folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SourceError, match=r"layers\.1\.mlp\.down_proj\.weight"):
+        quantize(llama_folder, tmp_path / "out", RTN)
+    assert not (tmp_path / "out").exists()
+
+
+def test_extreme_rows_stay_finite(llama_folder, tmp_path):
+    from safetensors.torch import save_file
+
+    tensors = load_file(llama_folder / "model.safetensors")
+    weight = tensors["model.layers.0.self_attn.q_proj.weight"]
+    weight[0], weight[1], weight[2], weight[3] = 1e-30, 1e6, 0, 0.25
+    save_file(tensors, llama_folder / "model.safetensors", metadata={"format": "pt"})
+    summary = quantize(llama_folder, tmp_path / "out", RTN)
+    assert all(np.isfinite(row["output_error"]) for row in summary["worst"])
+
+
+@pytest.mark.parametrize(("device", "message"), [("cuda:99", "torch sees"), ("tpu", "is not a device")])
+def test_a_device_that_is_not_there(llama_folder, tmp_path, device, message):
+    with pytest.raises(RecipeError, match=message):
+        quantize(llama_folder, tmp_path / "out", RTN.model_copy(update={"device": device}))
+
+
+def test_an_output_that_is_the_source_is_refused(llama_folder):
+    before = hashes(llama_folder)
+    with pytest.raises(OutputError):
+        quantize(llama_folder, llama_folder, RTN, overwrite=True)
+    assert hashes(llama_folder) == before
+
+
+RUN = """
+import sys
+from lowbit.pipeline import quantize
+from lowbit.recipe import Recipe
+quantize(sys.argv[1], sys.argv[2], Recipe(method="rtn", device="cpu"))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_to_the_same_bytes(build_llama, tmp_path):
+    folder = build_llama(num_hidden_layers=24)
+    quantize(folder, tmp_path / "clean", RTN)
+    out = tmp_path / "out"
+    for delay in (0.0, 0.05, 0.15):
+        process = subprocess.Popen([sys.executable, "-c", RUN, str(folder), str(out)])
+        staging = tmp_path / ".out.lowbit-staging"
+        deadline = time.monotonic() + 60
+        while not staging.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        # complete or not there at all
+        assert not out.exists() or hashes(out) == hashes(tmp_path / "clean")
+    if not out.exists():
+        quantize(folder, out, RTN)
+    assert hashes(out) == hashes(tmp_path / "clean")
+    assert {path.name for path in tmp_path.iterdir()} >= {"clean", "out"}
+    assert not staging.exists()
+
+
+def test_mixed_bits_reach_files_and_manifest(llama_folder, tmp_path):
+    recipe = RTN.model_copy(update={"rules": (Rule(match="mlp.down_proj", bits=8, group=64),)})
+    quantize(llama_folder, tmp_path / "out", recipe)
+    bits = {
+        row["name"].rpartition(".")[2]: row["scheme"]["bits"] for row in manifest(tmp_path / "out")["layers"]
+    }
+    assert bits["down_proj"] == 8
+    assert bits["q_proj"] == 4
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert sorted(group["weights"]["num_bits"] for group in config["config_groups"].values()) == [4, 8]
+
+
+@pytest.mark.slow
+def test_the_demo_model(smollm2_gguf, tmp_path):
+    summary = quantize("demo", tmp_path / "out", RTN)
+    assert (summary["layers"], summary["copied"]) == (210, 62)
+    assert summary["worst"][0]["output_error"] < 0.25
+    assert Path(summary["out"]).name == "out"
