@@ -40,6 +40,7 @@ DTYPES = {
     "BOOL": ("bool", 1),
     "C64": ("complex64", 8),
 }
+TORCH_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 # floats that only occur in models somebody quantized already -> bits per element
 NARROW = {
     "F8_E4M3": 8,

@@ -13,13 +13,10 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowbit.checkpoint.header import DTYPES, TensorInfo
+from lowbit.checkpoint.header import TORCH_NAMES, TensorInfo
 from lowbit.errors import SourceError
 
-NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()} | {
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
+NAMES = TORCH_NAMES | {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 
 
 @dataclass(frozen=True)
