@@ -2,7 +2,6 @@
 
     tl, jit        Triton's language and decorator; without Triton, stand-ins that let the modules import
     launch         run a kernel: compiled on a GPU, in Triton's interpreter for CPU tensors
-    interpreted    the scope in which the interpreter may run in an ordinary process
     unpack_codes, unpack_codes_3, round_half_even, round_to   device functions
 
 The interpreter executes a kernel with NumPy, a few milliseconds per program: enough to prove a sampled tile
@@ -49,21 +48,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     if device.type == "cpu":
-        with interpreted():
-            # under TRITON_INTERPRET=1 triton.jit has made an InterpretedFunction already
-            fn = (
-                kernel
-                if isinstance(kernel, interpreter.InterpretedFunction)
-                else interpreter.InterpretedFunction(kernel.fn)
-            )
-            fn[grid](*args, **meta)
+        with _interpreting():
+            interpreter.InterpretedFunction(kernel.fn)[grid](*args, **meta)
     else:
         with torch.cuda.device(device):
             kernel[grid](*args, **meta)
 
 
 @contextmanager
-def interpreted() -> Iterator[None]:
+def _interpreting() -> Iterator[None]:
     """Let Triton's interpreter run kernels here, one thread at a time, and leave Triton able to compile.
 
     The interpreter replaces attributes of triton.language while it runs and does not put all of them back,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import kernel_truth as truth
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lowbit_kernels.layout import pack_words
 from lowbit_kernels.packing import quantize_pack
@@ -68,6 +70,22 @@ def test_same_bits_as_the_torch_path_for_every_dtype(symmetric, dtype, scale_dty
     codes, scale, zero = quantize_groups(weight, 4, 64, symmetric, scale_dtype)
     got = quantize_pack(weight.to(device), 4, 64, symmetric, scale_dtype)
     assert same(got, (pack_words(codes, 4), scale, zero))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=32, max_size=32),
+    bits=st.sampled_from([2, 3, 4, 8]),
+    symmetric=st.booleans(),
+    scale_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_any_finite_group_gets_the_bits_of_the_definition(values, bits, symmetric, scale_dtype):
+    weight = torch.tensor([values], dtype=torch.float32)
+    words, scale, zero = quantize_pack(weight, bits, 32, symmetric, scale_dtype)
+    codes, want_scale, want_zero = truth.quantize(weight, bits, 32, symmetric, scale_dtype)
+    assert torch.equal(scale.float(), want_scale)
+    assert zero is None or torch.equal(zero, want_zero)
+    assert torch.equal(words, truth.pack(codes, bits))
 
 
 def test_torch_path_gives_the_same_bits_on_the_device(device):
