@@ -114,6 +114,15 @@ class Output:
             for renderable in renderables:
                 self.data.print(renderable)
 
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """A spinner on a terminal while the libraries are imported, which takes seconds."""
+        if self.quiet or not self.status.is_terminal:
+            yield
+        else:
+            with self.status.status("starting"):
+                yield
+
     def note(self, note: Note) -> None:
         """Print a warning at once; other notes wait for the closing summary."""
         if note.level == "warning":
@@ -226,9 +235,11 @@ class LiveProgress:
     def __enter__(self) -> LiveProgress:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self.live.is_started:
             self.layer = ""
+            if error is None:
+                self._finish()
             self.live.stop()
 
     def stage(self, stage: Stage) -> None:

@@ -61,9 +61,10 @@ def quantize(
             show_plan(shown, model, recipe, revision, flags)
             return
 
-        from lowbit.events import Event, PlanReady
-        from lowbit.pipeline import quantize as run
-        from lowbit.recipe import make_recipe
+        with shown.starting():
+            from lowbit.events import Event, PlanReady
+            from lowbit.pipeline import quantize as run
+            from lowbit.recipe import make_recipe
 
         try:
             with listener(shown) as on_event:
