@@ -6,7 +6,7 @@
     weight_shape       int64 [2]                        N, K
 
 Files hold signed values plus 2^(bits-1), for codes and zero-points alike: that is our unsigned code, so
-nothing is added or taken away. (compressed_tensors 0.20.1, quantized_compressors/pack_quantized.py.)
+nothing is added or taken away. (compressed_tensors.compressors.pack_quantized, 0.20.1.)
 """
 
 from __future__ import annotations
