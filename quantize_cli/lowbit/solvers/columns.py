@@ -17,8 +17,10 @@ from torch import Tensor
 
 # columns per block: between blocks errors travel by matrix products
 BLOCK = 128
-# columns between which errors travel one rank-1 update at a time, on a CPU
+# on a CPU errors travel one rank-1 update at a time within strips of so many columns, by products beyond; an
+# update is kept under the 2^15 elements from which PyTorch wakes a second thread, which costs more than it
 _STRIP = 16
+_STRIP_ELEMENTS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,15 @@ def round_block(
         from lowbit_kernels.solve import round_block as kernel
 
         return kernel(target, base, feed, step, low, high, codes)
-    width = target.shape[0]
+    width, lanes = target.shape
+    strip = max(4, min(_STRIP, _STRIP_ELEMENTS // lanes))
     delta = torch.empty_like(target)
     against = base.neg()
     # one list per operand: indexing a tensor costs as much as the arithmetic on a column
     t, s, lo, hi, q, d, b = (x.unbind(0) for x in (target, step, low, high, codes, delta, against))
     weights = feed[:, :, None]
-    for first in range(0, width, _STRIP):
-        last = min(first + _STRIP, width)
+    for first in range(0, width, strip):
+        last = min(first + strip, width)
         for j in range(first, last):
             torch.div(t[j], s[j], out=q[j]).round_().clamp_(lo[j], hi[j])
             torch.addcmul(b[j], q[j], s[j], out=d[j])
