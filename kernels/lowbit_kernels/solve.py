@@ -1,4 +1,4 @@
-"""Inner loops of the solvers that would be thousands of launches: half-quadratic grids, and columns of a block.
+"""Inner loops of the solvers that would be thousands of launches: half-quadratic grids, columns of a block.
 
 hqq_groups: a program holds ROWS groups in registers for all iterations, so that the weight is read once and
 codes, scales and zero-points are written once: 2 + 1 bytes a weight for a 16-bit source, and about 30
@@ -66,6 +66,7 @@ def hqq_kernel(
     SYMMETRIC: tl.constexpr,
     FRACTIONAL: tl.constexpr,
     TINY: tl.constexpr,
+    SUBNORMAL: tl.constexpr,
     POWER: tl.constexpr,
     BIAS: tl.constexpr,
     SCALE_RANGE: tl.constexpr,
@@ -84,6 +85,7 @@ def hqq_kernel(
     mask = inside[:, None] & (columns < group_size)[None, :]
     at = index[:, None] * group_size + columns[None, :]
     w = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    w = tl.where(tl.abs(w) <= SUBNORMAL, 0.0, w)
     count = tl.zeros((ROWS,), tl.float32) + group_size
 
     lo = tl.min(tl.where(mask, w, float("inf")), axis=1)
@@ -149,10 +151,8 @@ def hqq_kernel(
             s = new
 
     u = tl.div_rn(w, tl.broadcast_to(best_scale[:, None], (ROWS, WIDTH)))
-    if FRACTIONAL:
-        q = round_half_even(u + best_zero[:, None])
-    else:
-        q = round_half_even(u) + best_zero[:, None]
+    shifted = u + best_zero[:, None]
+    q = round_half_even(shifted) if FRACTIONAL else round_half_even(u) + best_zero[:, None]
     q = tl.minimum(tl.maximum(q, 0.0), top)
     tl.store(codes_ptr + at, q.to(tl.uint8), mask=mask)
     tl.store(scale_ptr + index, best_scale.to(scale_ptr.dtype.element_ty), mask=inside)
@@ -200,6 +200,7 @@ def hqq_groups(
         SYMMETRIC=symmetric,
         FRACTIONAL=fractional,
         TINY=TINY_SCALE,
+        SUBNORMAL=torch.finfo(torch.float32).tiny,
         POWER=POWER,
         BIAS=BIAS,
         SCALE_RANGE=SCALE_RANGE,
@@ -263,7 +264,12 @@ def round_block(
     """
     width, lanes = target.shape
     for name, tensor in (
-        ("target", target), ("base", base), ("step", step), ("low", low), ("high", high), ("codes", codes)
+        ("target", target),
+        ("base", base),
+        ("step", step),
+        ("low", low),
+        ("high", high),
+        ("codes", codes),
     ):
         if tensor.shape != (width, lanes) or not tensor.is_contiguous() or tensor.dtype != torch.float32:
             raise ValueError(f"{name} must be contiguous float32 [{width}, {lanes}]")

@@ -24,19 +24,17 @@ _CHUNK = {"cpu": 1 << 15}
 
 
 def abs_power(x: Tensor, exponent: float, out: Tensor) -> Tensor:
-    """|x|^exponent for float32 x to about 4% (see below), 0 stays near 0; written to out.
+    """|x|^exponent for float32 x, off by at most 3% (1 + exponent), written to out; exponent is in (0, 1).
 
     The bits of a positive float, read as an integer, are its logarithm to base 2, piecewise linear, scaled by
-    2^23 and offset by 127: a power is one multiplication of that integer. This costs two passes where a
-    library's pow costs twenty, and gives the same bits everywhere, for it rounds only in correctly rounded
-    operations.
+    2^23 and offset by 127: a power is one multiplication of that integer, where a library's pow takes ten
+    times as long.
     """
     torch.abs(x, out=out)
     bits = out.view(torch.int32)
     # 0.043 halves the largest error, that of log2(1 + m) ≈ m
     offset = (1 - exponent) * (127 - 0.043) * 2**23
-    scaled = torch.mul(bits, exponent)
-    return out.copy_(scaled.add_(offset).to(torch.int32).view(torch.float32))
+    return out.copy_(torch.mul(bits, exponent).add_(offset).to(torch.int32).view(torch.float32))
 
 
 def _by_group(weight: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
@@ -115,10 +113,11 @@ def _search(
 
 def _loss(error: Tensor, scratch: Tensor, norm: float, importance: Tensor | None) -> Tensor:
     """Σ h |error|^norm over the group axis; error is consumed."""
-    if norm != 2.0:
-        abs_power(error, norm, out=scratch)
-    else:
+    if norm == 2.0:
         torch.mul(error, error, out=scratch)
+    else:
+        # the power beyond the square is small, and so is its error
+        abs_power(error, norm - 2.0, out=scratch).mul_(error).mul_(error)
     if importance is not None:
         scratch.mul_(importance)
     return scratch.sum(0)

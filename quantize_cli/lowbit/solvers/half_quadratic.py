@@ -67,7 +67,7 @@ def fit(
     codes = torch.empty(grouped.shape, dtype=torch.uint8)
     for first in range(0, len(grouped), chunk):
         part = slice(first, first + chunk)
-        w = grouped[part].float() / state.best_scale[part, None]
+        w = _flush(grouped[part]) / state.best_scale[part, None]
         if fractional:
             w.add_(state.best_zero[part, None]).round_()
         else:
@@ -81,7 +81,12 @@ def fit(
 
 def _columns(groups: Tensor) -> Tensor:
     """[groups, width] of any float dtype as contiguous [width, groups] float32."""
-    return groups.float().T.contiguous()
+    return _flush(groups).T.contiguous()
+
+
+def _flush(weight: Tensor) -> Tensor:
+    """float32 with 0 for what is subnormal, which not all hardware keeps."""
+    return torch.nn.functional.hardshrink(weight.float(), torch.finfo(torch.float32).tiny)
 
 
 def _start_grid(
@@ -89,7 +94,7 @@ def _start_grid(
 ) -> tuple[Tensor, Tensor]:
     """The grid of rounding to nearest, [groups] float32 with the scale rounded to dtype; with a fractional
     zero-point it spans the weights only, not also 0."""
-    lo, hi = grouped.amin(1).float(), grouped.amax(1).float()
+    lo, hi = _flush(grouped.amin(1)), _flush(grouped.amax(1))
     if not fractional:
         s, z = group_grid(lo, hi, scheme.bits, scheme.symmetric, dtype)
         return s.float(), z

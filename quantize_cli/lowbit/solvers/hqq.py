@@ -16,8 +16,8 @@ to the sum over the whole tensor and keeps the iterate that failed.)
 [1] https://mobiusml.github.io/hqq_blog
 
 Arithmetic is chosen so that a CPU and the fused kernel in lowbit_kernels.solve give the same bits: sums over
-a group are taken by halving, powers from the bits of a float (4% off, see grid.abs_power), nothing else
-rounds but + - * /.
+a group are taken by halving, the threshold |e|^(p-1) / β from the bits of floats (8% off
+at most), nothing else rounds but + - * /.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 class Options:
     """Keys under `solver:` of a recipe.
 
-    fractional_zero: a float32 zero-point per group, on the asymmetric grid. No interoperable format stores it.
+    fractional_zero: a float32 zero-point per group, on the asymmetric grid; no interoperable format stores
+    it.
     iterations: at most so many.
     """
 
