@@ -14,6 +14,7 @@ with the block's targets [B, ROWS] in registers; 16 bytes a weight in, 8 out.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,6 +160,24 @@ def hqq_kernel(
     tl.store(zero_ptr + index, best_zero.to(zero_ptr.dtype.element_ty), mask=inside)
 
 
+def hqq_constants(bits: int, symmetric: bool, fractional: bool, log: int, rows: int) -> dict[str, Any]:
+    """The constexprs of hqq_kernel for `rows` groups of at most 2^log weights a program."""
+    return {
+        "BITS": bits,
+        "SYMMETRIC": symmetric,
+        "FRACTIONAL": fractional,
+        "TINY": TINY_SCALE,
+        "SUBNORMAL": torch.finfo(torch.float32).tiny,
+        "POWER": POWER,
+        "BIAS": BIAS,
+        "SCALE_RANGE": SCALE_RANGE,
+        "START": _START,
+        "STEP": _STEP,
+        "ROWS": rows,
+        "LOG": log,
+    }
+
+
 def hqq_groups(
     weight: Tensor,
     bits: int,
@@ -196,18 +215,7 @@ def hqq_groups(
         scale.numel(),
         group_size,
         iterations,
-        BITS=bits,
-        SYMMETRIC=symmetric,
-        FRACTIONAL=fractional,
-        TINY=TINY_SCALE,
-        SUBNORMAL=torch.finfo(torch.float32).tiny,
-        POWER=POWER,
-        BIAS=BIAS,
-        SCALE_RANGE=SCALE_RANGE,
-        START=_START,
-        STEP=_STEP,
-        ROWS=rows,
-        LOG=log,
+        **hqq_constants(bits, symmetric, fractional, log, rows),
         num_warps=4 if log <= 11 else 8,
         enable_fp_fusion=False,
     )
@@ -233,13 +241,14 @@ def round_block_kernel(
 ):
     """ROWS lanes of the width <= WIDTH columns of a block; all [width, lanes] contiguous, feed [width, width]
     with rows feed_stride apart."""
+    # offsets stay below 128 · lanes and 128 · K: int32 holds them
     lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = lane < lanes
     column = tl.arange(0, WIDTH)
-    at = column[:, None].to(tl.int64) * lanes + lane[None, :]
+    at = column[:, None] * lanes + lane[None, :]
     t = tl.load(target_ptr + at, mask=(column < width)[:, None] & inside[None, :], other=0.0)
     for j in range(width):
-        here = j.to(tl.int64) * lanes + lane
+        here = j * lanes + lane
         x = tl.sum(tl.where((column == j)[:, None], t, 0.0), axis=0)
         s = tl.load(step_ptr + here, mask=inside, other=1.0)
         low = tl.load(low_ptr + here, mask=inside, other=0.0)
@@ -248,9 +257,7 @@ def round_block_kernel(
         delta = q * s - tl.load(base_ptr + here, mask=inside, other=0.0)
         tl.store(codes_ptr + here, q, mask=inside)
         tl.store(delta_ptr + here, delta, mask=inside)
-        feed = tl.load(
-            feed_ptr + j.to(tl.int64) * feed_stride + column, mask=(column > j) & (column < width), other=0.0
-        )
+        feed = tl.load(feed_ptr + j * feed_stride + column, mask=(column > j) & (column < width), other=0.0)
         t += feed[:, None] * delta[None, :]
 
 

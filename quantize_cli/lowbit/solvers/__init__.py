@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.errors import RecipeError
 from lowbit.scheme import PackedTensor, QuantizedTensor, QuantScheme
-from lowbit.solvers import gptq, rtn
+from lowbit.solvers import gptq, hqq, rtn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,7 @@ class Solver:
 
 SOLVERS: dict[str, Solver] = {
     "rtn": Solver("rtn", False, rtn.Options, rtn.accepts, rtn.solve, rtn.solve_packed),
+    "hqq": Solver("hqq", False, hqq.Options, hqq.accepts, hqq.solve),
     "gptq": Solver("gptq", True, gptq.Options, gptq.accepts, gptq.solve),
 }
 
