@@ -28,6 +28,7 @@ from lowbit.checkpoint.sink import Sink
 from lowbit.checkpoint.source import Source, check_finite, open_source
 from lowbit.decode import checksum, checksums, decode_packed
 from lowbit.errors import RecipeError
+from lowbit.hub import model_card
 from lowbit.plan import CopyPlan, LayerPlan, Plan, make_plan
 from lowbit.recipe import Recipe
 from lowbit.scheme import PackedTensor, QuantizedTensor
@@ -84,8 +85,8 @@ def quantize(
             on_event(events.Stage("quantize", total_bytes=plan.source_bytes))
             rows = solve_data_free(source, plan, units, sink, device, on_event)
             on_event(events.Stage("finish"))
-            write_side_files(source, plan, sink)
             manifest = make_manifest(source, plan, rows, source.sha256())
+            write_side_files(source, plan, manifest, sink)
             files = sink.finish(manifest)
     summary = summarize(plan, manifest, out, files, time.monotonic() - started)
     on_event(events.Done(summary))
@@ -272,7 +273,7 @@ def prove_layer(
         "packed_bytes": layer.packed_bytes,
         "fallback": layer.fallback,
         "checksums": checksums(quantized),
-        "errors": None,
+        "errors": {},
     }
     if job.recipe.validate_layers:
         errors = measure(packed, weight, tile=layer.name in job.tiles)
@@ -290,8 +291,8 @@ def encode_layer(layer: LayerPlan, packed: PackedTensor, recipe: Recipe) -> dict
 # ---- what stands beside the weights
 
 
-def write_side_files(source: Source, plan: Plan, sink: Sink) -> None:
-    """config.json with what loaders need, the format's own files, and the source's byte for byte."""
+def write_side_files(source: Source, plan: Plan, manifest: dict[str, Any], sink: Sink) -> None:
+    """config.json with what loaders need, the model card, the format's own files, the source's byte for byte."""
     chosen = FORMATS[plan.recipe.format]
     quantization = chosen.quantization_config(plan.layers, plan.dense_linears)
     config = source.config | {"quantization_config": quantization}
@@ -299,8 +300,10 @@ def write_side_files(source: Source, plan: Plan, sink: Sink) -> None:
     for name, text in chosen.extra_files(quantization).items():
         sink.write_text(name, text)
     for path in source.side_files:
-        if path.name not in ("config.json", "README.md"):
-            sink.copy_file(path)
+        sink.copy_file(path)
+    readme = source.path / "README.md"
+    card = model_card(manifest, readme.read_text(encoding="utf-8") if readme.is_file() else None)
+    sink.write_text("README.md", card)
 
 
 def run_key(source: Source, recipe: Recipe, device: torch.device) -> dict[str, Any]:
