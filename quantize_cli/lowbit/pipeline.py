@@ -292,7 +292,7 @@ def encode_layer(layer: LayerPlan, packed: PackedTensor, recipe: Recipe) -> dict
 
 
 def write_side_files(source: Source, plan: Plan, manifest: dict[str, Any], sink: Sink) -> None:
-    """config.json with what loaders need, the model card, the format's own files, the source's byte for byte."""
+    """config.json with what loaders need, the format's own files, the model card; the rest byte for byte."""
     chosen = FORMATS[plan.recipe.format]
     quantization = chosen.quantization_config(plan.layers, plan.dense_linears)
     config = source.config | {"quantization_config": quantization}
