@@ -24,12 +24,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from lowbit import events
-from lowbit.errors import HubError, LowbitError
+from lowbit.errors import GateError, HubError, LowbitError
+from lowbit.scheme import QuantScheme
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, HfApi
 
 MANIFEST = "lowbit.json"
+
+# heading of a model card below which the source's text stands
+BASE_CARD = "## The card of the base model"
 
 # waits in seconds before the second and the third attempt; huggingface_hub itself repeats each PUT five times
 RETRY_WAITS = (1.0, 4.0)
@@ -134,9 +138,13 @@ def _absent(folder: Path, digests: dict[str, str], listing: dict[str, tuple[str 
 
 
 def _verify(folder: Path) -> None:
+    """Raise GateError with the first fault that verify finds."""
     from lowbit.verify import verify
 
-    verify(folder)
+    report = verify(folder)
+    if not report.ok:
+        more = f" and {len(report.failures) - 1} more" if len(report.failures) > 1 else ""
+        raise GateError(f"{folder}: {report.failures[0]}{more}; run `lowbit verify {folder}`")
 
 
 def _listed_files(folder: Path) -> dict[str, str]:
@@ -307,8 +315,16 @@ def model_card(manifest: dict[str, Any], source_readme: str | None = None) -> st
         *_card_sections(manifest, title),
     ]
     if text.strip():
-        parts += ["## The card of the base model\n", text.strip() + "\n"]
+        parts += [f"{BASE_CARD}\n", text.strip() + "\n"]
     return "\n".join(parts)
+
+
+def restate_card(manifest: dict[str, Any], card: str, was: str) -> str:
+    """model_card again, from a card that model_card wrote for the format `was`."""
+    metadata, text = _split_card(card)
+    tag = re.compile(rf"^(tags:.*?)\b{re.escape(was)}\b", re.S | re.M)
+    metadata = tag.sub(lambda match: match[1] + manifest["recipe"]["format"], metadata, count=1)
+    return model_card(manifest, f"---\n{metadata}---\n{text.partition(BASE_CARD)[2]}")
 
 
 def _split_card(readme: str) -> tuple[str, str]:
@@ -357,7 +373,7 @@ def _add_metadata(block: str, keys: dict[str, Any], tags: tuple[str, ...]) -> st
 def _card_sections(manifest: dict[str, Any], title: str) -> list[str]:
     """The paragraphs and tables of the card, each a string that ends in a newline."""
     recipe, layers, copied = manifest["recipe"], manifest["layers"], manifest["copied"]
-    schemes = Counter(f"{row['method']} {row['scheme']}" for row in layers)
+    schemes = Counter(f"{row['method']} {QuantScheme(**row['scheme'])}" for row in layers)
     elements = sum(math.prod(row["shape"]) for row in layers)
     packed = sum(row["packed_bytes"] for row in layers)
     facts = {
@@ -388,7 +404,7 @@ def _quality(manifest: dict[str, Any]) -> list[str]:
     """What was measured against the base model's weights and, if `lowbit eval` was run, its predictions."""
     rows = [(name, f"{value:.4g}") for name, value in manifest.get("eval", {}).items()]
     for name, label in (("weight_error", "relative weight error"), ("output_error", "relative output error")):
-        by_layer = {row["name"]: row["errors"][name] for row in manifest["layers"] if name in row["errors"]}
+        by_layer = {row["name"]: row["errors"][name] for row in manifest["layers"] if row["errors"]}
         if by_layer:
             worst = max(by_layer, key=lambda layer: by_layer[layer])
             rows.append((f"{label}, median layer", f"{statistics.median(by_layer.values()):.4g}"))
@@ -403,9 +419,9 @@ def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
 
 def _how_to_load(format: str, layers: list[dict[str, Any]]) -> list[str]:
     """One snippet per engine, or why it cannot load the checkpoint; docs/loaders.md has the runs."""
-    asymmetric = any(" asym " in row["scheme"] for row in layers)
+    asymmetric = any(not row["scheme"]["symmetric"] for row in layers)
     moe = any(".experts." in row["name"] for row in layers)
-    odd_bits = {row["scheme"].split()[0] for row in layers} - {"int4", "int8"}
+    odd_bits = {f"int{row['scheme']['bits']}" for row in layers} - {"int4", "int8"}
     needs = "compressed-tensors" if format == "compressed-tensors" else "gptqmodel optimum"
     names, config = "AutoModelForCausalLM", ""
     if format == "compressed-tensors" and asymmetric:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import yaml
@@ -26,7 +27,7 @@ Text of the base model.
 ROW = {
     "name": "model.layers.0.mlp.up_proj",
     "shape": [512, 256],
-    "scheme": "int4 sym g128",
+    "scheme": {"bits": 4, "group_size": 128, "symmetric": True, "scale_dtype": "float16"},
     "method": "gptq",
     "packed_bytes": 65536 + 2048,
     "errors": {"weight_error": 0.1, "output_error": 0.05},
@@ -101,7 +102,8 @@ def test_local_source_names_no_base_model_and_hides_the_path(manifest, tmp_path)
 
 
 def test_quality_shows_the_worst_layer_and_the_evaluation(manifest):
-    manifest["layers"].append(copy.deepcopy(ROW) | {"name": "worse", "errors": {"weight_error": 0.375}})
+    manifest["layers"].append(copy.deepcopy(ROW) | {"name": "worse", "errors": {"weight_error": 0.375, "output_error": 0.25}})
+    manifest["layers"].append(copy.deepcopy(ROW) | {"name": "unmeasured", "errors": None})
     manifest["eval"] = {"perplexity": 17.25}
     card = model_card(manifest, None)
     assert "| relative weight error, worst layer (worse) | 0.375 |" in card
@@ -131,6 +133,8 @@ LOADING = [
 @pytest.mark.parametrize(("format", "scheme", "name", "said", "unsaid"), LOADING)
 def test_loading_advice_follows_what_the_engines_take(manifest, format, scheme, name, said, unsaid):
     manifest["recipe"]["format"] = format
+    bits, kind, group = re.fullmatch(r"int(\d) (a?sym) g(\d+)", scheme).groups()
+    scheme = {"bits": int(bits), "group_size": int(group), "symmetric": kind == "sym"}
     manifest["layers"][0] |= {"scheme": scheme, "name": f"model.layers.0.{name}"}
     card = model_card(manifest, None)
     assert said in card
