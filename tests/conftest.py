@@ -24,6 +24,16 @@ CORPUS = [
 CHAT_TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked gpu run where torch sees one."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA or ROCm GPU")
+
+
 @pytest.fixture(autouse=True)
 def only_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse connections that leave this machine."""

@@ -203,3 +203,13 @@ def test_the_demo_model(smollm2_gguf, tmp_path):
     assert (summary["layers"], summary["copied"]) == (210, 62)
     assert summary["worst"][0]["output_error"] < 0.25
     assert Path(summary["out"]).name == "out"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_gpu_writes_the_bytes_that_a_cpu_writes(build_llama, tmp_path, symmetric):
+    folder = build_llama(intermediate_size=576)
+    for device in ("cpu", "cuda"):
+        quantize(folder, tmp_path / device, RTN.model_copy(update={"device": device, "sym": symmetric}))
+    name = "model.safetensors"
+    assert hashes(tmp_path / "cpu")[name] == hashes(tmp_path / "cuda")[name]

@@ -223,12 +223,14 @@ def solve_unit(job: Job, unit: Unit) -> Solved:
     """Read one unit and quantize, pack, prove and encode its layers, or pass its tensor through."""
     read = job.source.read if unit.expert is None else partial(job.source.read_rows, index=unit.expert)
     tensor = read(unit.tensor)
-    check_finite(unit.name, tensor)
     if unit.copy is not None:
+        check_finite(unit.name, tensor)
         return Solved({unit.tensor: tensor}, [asdict(unit.copy) | {"checksum": checksum(tensor)}])
     solved = Solved({}, [])
+    tensor = tensor.to(job.device)
+    check_finite(unit.name, tensor)
     for layer in unit.layers:
-        weight = take_layer(tensor, layer).to(job.device)
+        weight = take_layer(tensor, layer)
         solver = SOLVERS[layer.method]
         if weight.is_cuda and solver.solve_packed is not None:
             packed = solver.solve_packed(weight, layer.scheme)
