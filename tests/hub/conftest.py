@@ -71,6 +71,10 @@ class HubServer(ThreadingHTTPServer):
         """Plant a failure: a status, or "drop"."""
         self.faults.append(Fault(method, path, answer, times, message))
 
+    def new_repo(self, name: str) -> Repo:
+        self.repos[name] = Repo()
+        return self.repos[name]
+
     def uploads(self) -> list[str]:
         """Paths of the PUTs so far, one per attempt."""
         return [path for method, path in self.requests if method == "PUT"]

@@ -301,7 +301,8 @@ class Sink:
             raise OutputError(
                 f"{self.out}: not empty; pass --overwrite to replace it, or choose another --out"
             )
-        free = shutil.disk_usage(self.staging).free
+        written = sum(path.stat().st_size for path in self.staging.rglob("*.shard")) if self._resume else 0
+        free = shutil.disk_usage(self.staging).free + written
         if self._expected_bytes > free:
             raise OutputError(
                 f"{self.out}: needs {self._expected_bytes / 2**30:.1f} GiB, {free / 2**30:.1f} are free; "
