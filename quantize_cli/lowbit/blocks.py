@@ -311,13 +311,13 @@ class _Group:
     """Layers that read one input, found by watching.
 
     params: in the order in which they are used; one 3-D parameter if its experts read what is routed to them.
-    followed: every token passes exactly once, so that the two streams can be compared.
+    once: every token passes exactly once, so that the two streams can be compared.
     meets: where its output is seen added to the residual stream, a module or _OUTPUT; None if not seen.
     """
 
     params: tuple[str, ...]
     experts: bool
-    followed: bool
+    once: bool
     meets: str | None
 
 
