@@ -34,8 +34,8 @@ ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assi
 TOKEN_FLOOR = 64
 
 # text read for each token wanted: rows are spread over it, and a token is seldom longer than 8 characters
-_CHARS_PER_TOKEN = 32
-_CHARS_AT_LEAST = 8 << 20
+_CHARS_PER_TOKEN = 16
+_CHARS_AT_LEAST = 1 << 20
 
 
 @dataclass(frozen=True)
