@@ -98,7 +98,7 @@ def open_engine(
     done: frozenset[str] = frozenset(),
     memory_bytes: int | None = None,
 ) -> Iterator[Engine]:
-    """Run the embeddings over the calibration rows [R, T] (int64, no padding) and stop before the first block.
+    """Embed the calibration rows [R, T] (int64, no padding) and stop before the first block.
 
     check: called with (name, tensor) for all that is read, to refuse what is not finite.
     state: file from which a killed run goes on, provided that every layer of the blocks before is in `done`.
@@ -243,8 +243,8 @@ class Engine:
             hidden = args[0] if args else kwargs.pop("hidden_states", None)
             if not isinstance(hidden, Tensor) or hidden.dim() != 3:
                 raise PlanError(
-                    f"{self.source.name}: its decoder blocks do not take hidden states [batch, tokens, width]; "
-                    "use --method rtn or hqq"
+                    f"{self.source.name}: its decoder blocks do not take hidden states [batch, tokens, "
+                    "width]; use --method rtn or hqq"
                 )
             calls.append(_Call(hidden, args[1:], kwargs))
             if form is None or len(calls) == len(names):
@@ -437,13 +437,14 @@ class Block:
             yield Stage(self, list(left.values()), {})
 
     def _affordable(self, layers: list[LayerPlan]) -> list[list[LayerPlan]]:
-        """Layers of a group that are measured in one pass: all, or the experts whose Hessians fit together."""
+        """What of a group is measured in one pass: all, or the experts whose Hessians fit together."""
         hessian_bytes = 4 * layers[0].shape[1] ** 2
         at_once = max(1, _EXPERT_BYTES // hessian_bytes)
         experts = sorted({self.engine.slots[layer.name].expert or 0 for layer in layers})
         parts = [set(experts[i : i + at_once]) for i in range(0, len(experts), at_once)]
         return [
-            [layer for layer in layers if (self.engine.slots[layer.name].expert or 0) in part] for part in parts
+            [layer for layer in layers if (self.engine.slots[layer.name].expert or 0) in part]
+            for part in parts
         ]
 
     def _find_groups(self) -> list[_Group]:
@@ -558,7 +559,8 @@ class Block:
                 engine.quantized, batch, on_product=seen, on_input={meets: met} if meets else {}
             )
             if meets == _OUTPUT:
-                assert output is not None and target is not None
+                assert output is not None
+                assert target is not None
                 add(None, inputs[0], gap=target - output)
         return moments
 
@@ -602,9 +604,7 @@ def _input_hook(seen: Callable[[Tensor], None]) -> Callable[..., None]:
     return hook
 
 
-def _meetings(
-    hidden: Tensor, events: list[Product | tuple[str, Tensor]], output: Tensor
-) -> dict[str, str]:
+def _meetings(hidden: Tensor, events: list[Product | tuple[str, Tensor]], output: Tensor) -> dict[str, str]:
     """Where the output of a product is added to the residual stream: parameter -> module whose input is the
     stream after it, or _OUTPUT."""
     entries = Counter(e[0] for e in events if not isinstance(e, Product))

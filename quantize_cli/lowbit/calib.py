@@ -80,7 +80,9 @@ def load_rows(
     notes = []
     limit = _max_positions(config)
     if limit is not None and seqlen > limit:
-        notes.append(f"calibration: seqlen {seqlen} is more than the model's {limit} positions; rows of {limit}")
+        notes.append(
+            f"calibration: seqlen {seqlen} is more than the model's {limit} positions; rows of {limit}"
+        )
         seqlen = limit
     asked = samples * seqlen
     origin = spec or "the text shipped with lowbit"
@@ -89,7 +91,9 @@ def load_rows(
     texts = _texts(documents, tokenizer, origin)
     ids = _tokenize(_enough(texts, asked, origin), tokenizer)
     if len(ids) < TOKEN_FLOOR:
-        raise CalibrationError(f"{origin}: {len(ids)} tokens of text; calibration needs at least {TOKEN_FLOOR}")
+        raise CalibrationError(
+            f"{origin}: {len(ids)} tokens of text; calibration needs at least {TOKEN_FLOOR}"
+        )
     vocabulary = text_config(config).get("vocab_size")
     if vocabulary is not None and max(ids) >= vocabulary:
         raise CalibrationError(
@@ -131,7 +135,7 @@ def _documents(spec: str | None) -> Iterator[Any]:
     looks_local = path.suffix in FILES or head.startswith(("/", ".", "~")) or head.count("/") != 1
     if looks_local:
         raise CalibrationError(
-            f"--calib {spec}: no such file; give a {', '.join(FILES)} file, a dataset folder or the id of a dataset"
+            f"--calib {spec}: no such file; give a {', '.join(FILES)} file, a dataset folder or a dataset's id"
         )
     return _dataset(head, spec, split, column)
 
@@ -219,7 +223,9 @@ def _values(records: Iterator[Any], column: str | None, origin: str) -> Iterator
             yield record
             continue
         if not isinstance(record, dict):
-            raise CalibrationError(f"{origin}: expected objects with a text column, found {type(record).__name__}")
+            raise CalibrationError(
+                f"{origin}: expected objects with a text column, found {type(record).__name__}"
+            )
         name = column or next((c for c in TEXT_COLUMNS if record.get(c)), None)
         if name is None and column is None and any(c in record for c in TEXT_COLUMNS):
             # the record is there and empty
@@ -247,7 +253,9 @@ def _chat_text(messages: list[Any], tokenizer: Any, origin: str) -> str:
     turns = []
     for message in messages:
         if not isinstance(message, dict):
-            raise CalibrationError(f"{origin}: a message is {type(message).__name__}, expected role and content")
+            raise CalibrationError(
+                f"{origin}: a message is {type(message).__name__}, expected role and content"
+            )
         role = message.get("role") or message.get("from")
         content = message.get("content", message.get("value"))
         if not isinstance(role, str) or not isinstance(content, str):
@@ -261,7 +269,9 @@ def _chat_text(messages: list[Any], tokenizer: Any, origin: str) -> str:
         return str(tokenizer.apply_chat_template(turns, tokenize=False))
     except Exception as e:
         # templates raise what they like
-        raise CalibrationError(f"{origin}: the chat template refuses a chat: {' '.join(str(e).split())}") from None
+        raise CalibrationError(
+            f"{origin}: the chat template refuses a chat: {' '.join(str(e).split())}"
+        ) from None
 
 
 def _enough(texts: Iterator[str], tokens: int, origin: str) -> list[str]:
@@ -295,7 +305,9 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except Exception as e:
         # a missing file, a class that transformers does not know, or custom code without the flag
         reason = " ".join(str(e).split())[:200]
@@ -321,7 +333,7 @@ def _first_token(tokenizer: Any) -> int | None:
 
 
 def _cut(ids: list[int], samples: int, seqlen: int, seed: int, first: int | None) -> Tensor:
-    """Rows [R, T], one from each of R equal stretches of the sequence, at a place in it that the seed says."""
+    """Rows [R, T], one from each of R equal stretches of the sequence, at a place that the seed says."""
     import torch
 
     body = seqlen if first is None else seqlen - 1

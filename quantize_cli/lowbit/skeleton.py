@@ -162,7 +162,9 @@ def _find_blocks(name: str, model: nn.Module, count: int) -> dict[str, nn.Module
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return {f"{path}.{i}": block for i, block in enumerate(module)}
-    raise PlanError(f"{name}: found no list of {count} decoder blocks; --method rtn and hqq need no model code")
+    raise PlanError(
+        f"{name}: found no list of {count} decoder blocks; --method rtn and hqq need no model code"
+    )
 
 
 def _find_origins(model: Any, tensors: Iterable[str]) -> dict[str, Origin]:
@@ -187,7 +189,7 @@ def _find_origins(model: Any, tensors: Iterable[str]) -> dict[str, Origin]:
         if target not in state and key in state:
             target, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
         if target not in state:
-            # tensors the model has no place for (a multi-token-prediction head, say) take no part in calibration
+            # what the model has no place for (a multi-token-prediction head, say) takes no part
             continue
         keys[target].append((pattern or key, key))
         converter_of[target] = by_pattern[pattern] if pattern is not None else None

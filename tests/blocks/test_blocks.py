@@ -1,0 +1,379 @@
+"""Statistics block by block, against hooks on the whole model; streams, fallbacks, memory and resuming."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import MODELS
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from lowbit import blocks, skeleton
+from lowbit.blocks import EXPERT_FLOOR, Following, LayerWork, open_engine
+from lowbit.checkpoint.source import open_source
+from lowbit.errors import PlanError, SourceError
+from lowbit.hessian import LayerStats
+from lowbit.plan import LayerPlan, make_plan
+from lowbit.recipe import Recipe
+
+Tiny = Callable[[str], Path]
+EXPERT_MODELS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+
+# layers whose output is added to the residual stream as it is, by the end of their names
+MEETS = {
+    name: ("o_proj", "down_proj")
+    for name in ("llama", "llama-tied-bias", "qwen2", "qwen3", "mistral-window", "phi3")
+} | {
+    "granite": (),
+    "gemma2": (),
+    "gemma3": (),
+    "olmo2": (),
+    "gpt2": ("attn.c_proj", "mlp.c_proj"),
+    "gpt_neox": ("dense_4h_to_h",),
+    "opt": ("out_proj", "fc2"),
+    "falcon": ("dense_4h_to_h",),
+    "bloom": ("self_attention.dense", "dense_4h_to_h"),
+    "mixtral": ("o_proj",),
+    "qwen2_moe": ("o_proj",),
+    "qwen3_moe": ("o_proj",),
+    "deepseek_v2": ("o_proj", "layers.0.mlp.down_proj"),
+    "deepseek_v3": ("o_proj", "layers.0.mlp.down_proj"),
+}
+
+
+def make_rows(count: int = 5, length: int = 32) -> Tensor:
+    return torch.randint(0, 128, (count, length), generator=torch.Generator().manual_seed(3))
+
+
+def coarse(weight: Tensor) -> Tensor:
+    """A stand-in for a solver that leaves a large error, exact in fp16."""
+    return (weight * 16).round() / 16
+
+
+@contextmanager
+def opened(
+    folder: Path, rows: Tensor, **options: Any
+) -> Iterator[tuple[blocks.Engine, tuple[LayerPlan, ...]]]:
+    with open_source(str(folder)) as source:
+        plan = make_plan(source, Recipe(method="rtn", group=32))
+        with open_engine(source, plan.layers, rows, **options) as engine:
+            yield engine, plan.layers
+
+
+def run(engine: blocks.Engine, stop_after: int | None = None) -> dict[str, LayerWork]:
+    """Work through the engine with `coarse`; the work of every layer by name."""
+    seen: dict[str, LayerWork] = {}
+    for block in engine.blocks():
+        for stage in block.stages():
+            for work in stage.work():
+                seen[work.layer.name] = work
+                stage.replace(work.layer, coarse(work.weight))
+        if block.index == stop_after:
+            break
+    return seen
+
+
+def whole_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+
+
+class Watched:
+    """A whole model with a hook on every module: what went in and came out, for all rows at once."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.inputs: dict[str, tuple[Any, ...]] = {}
+        self.outputs: dict[str, Any] = {}
+        for name, module in model.named_modules():
+            module.register_forward_hook(self.hook(name), with_kwargs=True)
+
+    def hook(self, name: str) -> Callable[..., None]:
+        def seen(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self.inputs[name] = tuple(args) + tuple(v for v in kwargs.values() if isinstance(v, Tensor))
+            self.outputs[name] = output[0] if isinstance(output, tuple) else output
+
+        return seen
+
+    def run(self, rows: Tensor) -> None:
+        with torch.no_grad():
+            self.model(rows, use_cache=False)
+
+
+def flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).double()
+
+
+def matrix(model: Any, name: str, transposed: bool) -> Tensor:
+    weight = model.get_submodule(name).weight.data
+    return weight.T if transposed else weight
+
+
+def residual_after(watched: Watched, name: str, block: str) -> Tensor:
+    """The residual stream after the layer: the input of the norm after attention, or the block's output."""
+    norms = ("post_attention_layernorm", "ln_2", "final_layer_norm")
+    norm = next((f"{block}.{n}" for n in norms if f"{block}.{n}" in watched.inputs), None)
+    last = name.rpartition(".")[2]
+    attention = last in ("o_proj", "out_proj", "dense") or name.endswith("attn.c_proj")
+    return watched.inputs[norm][0] if attention and norm else watched.outputs[block]
+
+
+@pytest.mark.parametrize("name", MODELS, ids=str)
+def test_skeleton_computes_what_from_pretrained_does(name: str, tiny: Tiny) -> None:
+    rows = make_rows(2)
+    with open_source(str(tiny(name))) as source:
+        built = skeleton.build_skeleton(source, dtype=torch.float32, device=torch.device("cpu"))
+        model = built.model
+        names = [n for n in model.state_dict() if n not in model.all_tied_weights_keys]
+        skeleton.load(built, source, names, lambda name, dtype: torch.float32, torch.device("cpu"))
+    model.tie_weights()
+    with torch.no_grad():
+        torch.testing.assert_close(model(rows).logits, whole_model(tiny(name))(rows).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", MODELS, ids=str)
+def test_statistics_match_hooks_on_the_whole_model(name: str, tiny: Tiny) -> None:
+    """H of every matrix, and D, against a model that has the weights replaced so far and an untouched one."""
+    rows = make_rows()
+    full, quantized = Watched(whole_model(tiny(name))), Watched(whole_model(tiny(name)))
+    full.run(rows)
+    checked = []
+    with opened(tiny(name), rows) as (engine, layers):
+        assert not engine.unreached
+        for block in engine.blocks():
+            for stage in block.stages():
+                works = list(stage.work())
+                quantized.run(rows)
+                for work in works:
+                    layer, stats = work.layer, work.stats
+                    if ".experts." in layer.name:
+                        continue
+                    assert stats is not None, layer.name
+                    x, x_full = (flat(w.inputs[layer.name][0]) for w in (quantized, full))
+                    scale = 2 / len(x)
+                    assert stats.tokens == rows.numel()
+                    close(stats.hessian, scale * x.T @ x)
+                    if layer.name.endswith(MEETS[name]) and MEETS[name]:
+                        gap = flat(residual_after(full, layer.name, block.name))
+                        gap = gap - flat(residual_after(quantized, layer.name, block.name))
+                    else:
+                        gap = (x_full - x) @ work.weight.double().T
+                    assert stats.cross is not None
+                    close(stats.cross, scale * gap.T @ x, floor=1e-4)
+                    checked.append(layer.name)
+                for work in works:
+                    stage.replace(work.layer, coarse(work.weight))
+                    put(quantized.model, engine.slots[work.layer.name], coarse(work.weight))
+    assert len(checked) == sum(".experts." not in layer.name for layer in layers)
+
+
+def put(model: Any, slot: skeleton.Slot, weight: Tensor) -> None:
+    slot.view(model.get_parameter(slot.param).data).copy_(weight)
+
+
+def close(found: Tensor, wanted: Tensor, floor: float = 0.0) -> None:
+    """Equal up to float32 sums: a share of the largest entry. floor: an absolute error that is nothing."""
+    error = (found.double() - wanted).abs().max()
+    assert error <= 2e-5 * wanted.abs().max() + floor, (error, wanted.abs().max())
+
+
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_experts_see_what_is_routed_to_them(name: str, tiny: Tiny) -> None:
+    rows = make_rows(16)
+    watched = Watched(whole_model(tiny(name)))
+    found: dict[str, LayerStats] = {}
+    with opened(tiny(name), rows) as (engine, layers):
+        for block in engine.blocks():
+            for stage in block.stages():
+                for work in stage.work():
+                    if ".experts." not in work.layer.name:
+                        # the model stays as it is, so that one run of the whole is the truth
+                        continue
+                    assert work.stats is not None, work.reason
+                    found[work.layer.name] = work.stats
+    watched.run(rows)
+    experts = [layer for layer in layers if ".experts." in layer.name]
+    assert experts
+    assert found.keys() == {layer.name for layer in experts}
+    for layer in experts:
+        slot = engine.slots[layer.name]
+        module_name = slot.param.rpartition(".")[0]
+        module = watched.model.get_submodule(module_name)
+        hidden, chosen = (t for t in watched.inputs[module_name][:2])
+        x = flat(hidden)[(chosen == slot.expert).any(-1)]
+        if slot.param.endswith("down_proj"):
+            gate, up = (x @ module.gate_up_proj[slot.expert].double().T).chunk(2, dim=-1)
+            x = torch.nn.functional.silu(gate) * up
+        assert found[layer.name].tokens == len(x)
+        close(found[layer.name].hessian, 2 / len(x) * x.T @ x)
+
+
+def test_a_never_routed_expert_is_named(tiny: Tiny) -> None:
+    """Its three layers have no statistics and say why; all others have."""
+    with opened(tiny("qwen3_moe"), make_rows()) as (engine, _):
+        experts = engine.skeleton.model.get_submodule("model.layers.1.mlp.experts")
+        # the tokens of expert 3 go elsewhere
+        experts.register_forward_pre_hook(
+            lambda module, args: (args[0], torch.where(args[1] == 3, (args[1] + 1) % 3, args[1]), args[2])
+        )
+        seen = run(engine)
+    starved = {f"model.layers.1.mlp.experts.3.{part}" for part in ("gate_proj", "up_proj", "down_proj")}
+    assert {name for name, work in seen.items() if work.stats is None} == starved
+    assert {seen[name].reason for name in starved} == {blocks.NOT_REACHED}
+
+
+def test_few_tokens_are_too_few(tiny: Tiny) -> None:
+    rows = make_rows(1, EXPERT_FLOOR)
+    with opened(tiny("qwen3_moe"), rows) as (engine, _):
+        seen = run(engine)
+    experts = {name: work for name, work in seen.items() if ".experts." in name}
+    assert all(work.stats is None for work in experts.values())
+    assert any("only" in (work.reason or "") for work in experts.values())
+    assert all(work.stats is not None for name, work in seen.items() if name not in experts)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "bloom", "qwen2_moe", "deepseek_v3"])
+def test_streams_are_those_of_the_whole_models(name: str, tiny: Tiny) -> None:
+    """At the last block: the quantized stream is that of a model with all earlier weights replaced."""
+    rows = make_rows()
+    full, quantized = Watched(whole_model(tiny(name))), Watched(whole_model(tiny(name)))
+    full.run(rows)
+    with opened(tiny(name), rows) as (engine, _):
+        seen = run(engine)
+        for layer_name, work in seen.items():
+            put(quantized.model, engine.slots[layer_name], coarse(work.weight))
+        quantized.run(rows)
+        last = engine.names[-1]
+        torch.testing.assert_close(engine.quantized, quantized.inputs[last][0], rtol=1e-4, atol=1e-5)
+        assert engine.full is not None
+        torch.testing.assert_close(engine.full, full.outputs[last], rtol=1e-4, atol=1e-5)
+        # the two are far apart, or this test could not tell them from each other
+        assert (quantized.inputs[last][0] - full.inputs[last][0]).abs().max() > 0.01
+
+
+def test_without_following_there_is_one_stream_and_no_target(tiny: Tiny) -> None:
+    with opened(tiny("llama"), make_rows(), following=Following(target=False)) as (engine, _):
+        assert engine.full is None
+        alone = run(engine)
+    with opened(tiny("llama"), make_rows()) as (engine, _):
+        both = run(engine)
+    for name, work in alone.items():
+        assert work.stats is not None
+        assert work.stats.cross is None
+        assert torch.equal(work.stats.hessian, both[name].stats.hessian)
+
+
+def same_work(a: dict[str, LayerWork], b: dict[str, LayerWork]) -> None:
+    for name, work in a.items():
+        assert torch.equal(work.weight, b[name].weight), name
+        assert torch.equal(work.stats.hessian, b[name].stats.hessian), name
+        assert torch.equal(work.stats.cross, b[name].stats.cross), name
+
+
+def test_activations_on_disk_give_the_same_bytes(tiny: Tiny, tmp_path: Path) -> None:
+    with opened(tiny("llama"), make_rows()) as (engine, _):
+        in_memory = run(engine)
+    with opened(tiny("llama"), make_rows(), memory_bytes=0, state=tmp_path / "state") as (engine, _):
+        same_work(in_memory, run(engine))
+
+
+def test_rows_in_one_batch_or_many_give_one_hessian(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tiny("gpt2"), make_rows()) as (engine, _):
+        assert len(engine.batches) == 1
+        together = run(engine)
+    monkeypatch.setitem(blocks._BATCH_BYTES, "cpu", 2 * 4 * 256 * 32)
+    with opened(tiny("gpt2"), make_rows()) as (engine, _):
+        assert [batch.stop - batch.start for batch in engine.batches] == [2, 2, 1]
+        apart = run(engine)
+    for name, work in together.items():
+        close(apart[name].stats.hessian, work.stats.hessian.double())
+
+
+@pytest.mark.parametrize("stop_after", [0, 1])
+def test_a_killed_run_goes_on_with_the_same_bytes(
+    stop_after: int, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # every block is worth saving
+    monkeypatch.setattr("lowbit.activations._SAVE_SHARE", float("inf"))
+    with opened(tiny("llama"), make_rows()) as (engine, _):
+        uninterrupted = run(engine)
+    state = tmp_path / "state"
+    with opened(tiny("llama"), make_rows(), state=state) as (engine, _):
+        before = run(engine, stop_after=stop_after)
+    done = frozenset(before)
+    with opened(tiny("llama"), make_rows(), state=state, done=done) as (engine, _):
+        assert engine.first_block == stop_after
+        after = run(engine)
+    same_work(before | after, uninterrupted)
+    with opened(tiny("llama"), make_rows(), state=state, done=frozenset()) as (engine, _):
+        # what was saved counts only with the layers that made it
+        assert engine.first_block == 0
+
+
+def test_one_block_is_resident_at_a_time(tiny: Tiny) -> None:
+    with opened(tiny("llama"), make_rows()) as (engine, _):
+        for block in engine.blocks():
+            for name, module in engine.skeleton.blocks.items():
+                resident = {not parameter.is_meta for parameter in module.parameters()}
+                assert resident == {name == block.name}
+            assert engine.skeleton.model.get_input_embeddings().weight.is_meta
+            assert {p.dtype for p in block.params.values()} == {torch.float16}
+
+
+def test_random_states_of_the_caller_are_untouched(tiny: Tiny) -> None:
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    grad, mode = torch.is_grad_enabled(), torch.get_default_dtype()
+    with opened(tiny("gemma3"), make_rows()) as (engine, _):
+        run(engine)
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    assert before[:2] == after[:2]
+    assert torch.equal(before[2], after[2])
+    assert (torch.is_grad_enabled(), torch.get_default_dtype()) == (grad, mode)
+
+
+def test_a_weight_that_is_not_where_it_should_be_is_refused(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted fault: gate and up of the experts looked for in each other's rows."""
+    honest = blocks.find_slots
+
+    def swapped(*args: Any) -> dict[str, skeleton.Slot]:
+        slots = honest(*args)
+        a, b = "model.layers.2.mlp.experts.1.gate_proj", "model.layers.2.mlp.experts.1.up_proj"
+        return slots | {a: slots[b], b: slots[a]}
+
+    monkeypatch.setattr(blocks, "find_slots", swapped)
+    with opened(tiny("qwen3_moe"), make_rows()) as (engine, _), pytest.raises(PlanError, match="rearranges"):
+        run(engine)
+
+
+def test_an_incomplete_checkpoint_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    for file in tiny("llama").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.input_layernorm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with (
+        opened(tmp_path, make_rows()) as (engine, _),
+        pytest.raises(SourceError, match=r"missing tensor for model\.layers\.1\.input_layernorm\.weight"),
+    ):
+        run(engine)
+
+
+def test_layers_outside_the_blocks_are_listed(tiny: Tiny) -> None:
+    with open_source(str(tiny("llama"))) as source:
+        plan = make_plan(source, Recipe(method="rtn", group=32, include=("re:.*",)))
+        names = {layer.name for layer in plan.layers}
+        assert "lm_head" in names
+        with open_engine(source, plan.layers, make_rows()) as engine:
+            assert engine.unreached == {"lm_head": blocks.OUTSIDE}
+            assert run(engine).keys() == names - {"lm_head"}
