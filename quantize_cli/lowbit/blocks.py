@@ -169,9 +169,10 @@ class Engine:
         self.batches = _split_rows(rows, layers, device)
         self.first_block = 0
         self.calls: dict[int, list[_Call]] = {}
-        width = self.skeleton.model.config.get_text_config().hidden_size
-        self.quantized = workspace.empty((*rows.shape, width), self.dtype)
-        self.full = workspace.empty((*rows.shape, width), self.dtype) if following.target else None
+        self.quantized = workspace.empty((*rows.shape, self.skeleton.width), self.dtype)
+        self.full = (
+            workspace.empty((*rows.shape, self.skeleton.width), self.dtype) if following.target else None
+        )
         self._embed()
 
     def resume(self, done: frozenset[str]) -> None:

@@ -124,7 +124,7 @@ def _max_positions(config: dict[str, Any]) -> int | None:
 def _documents(spec: str | None) -> Iterator[Any]:
     """The documents that spec names, lazily; what is missing is refused here."""
     if spec is None:
-        data = resources.files("lowbit").joinpath("data", SHIPPED).read_bytes()
+        data = resources.files("lowbit").joinpath("data").joinpath(SHIPPED).read_bytes()
         return iter([bz2.decompress(data).decode("utf-8")])
     path, split, column = _split_spec(spec)
     if path.is_dir():
@@ -135,7 +135,7 @@ def _documents(spec: str | None) -> Iterator[Any]:
     looks_local = path.suffix in FILES or head.startswith(("/", ".", "~")) or head.count("/") != 1
     if looks_local:
         raise CalibrationError(
-            f"--calib {spec}: no such file; give a {', '.join(FILES)} file, a dataset folder or a dataset's id"
+            f"--calib {spec}: no such file; give a {', '.join(FILES)} file, a dataset's folder or its id"
         )
     return _dataset(head, spec, split, column)
 

@@ -78,15 +78,14 @@ class Skeleton:
     """A causal language model whose parameters are on the meta device until they are loaded.
 
     decoder: the part that turns token ids into hidden states.  blocks: its decoder blocks by their names.
-    origins: by the name of the (first) parameter they fill.  max_positions: None if the config has no limit.
+    origins: by the name of the (first) parameter they fill.  width: of the hidden states.
     """
 
     model: nn.Module
     decoder: nn.Module
     blocks: dict[str, nn.Module]
     origins: dict[str, Origin]
-    max_positions: int | None
-    vocab_size: int
+    width: int
 
 
 def build_skeleton(
@@ -117,8 +116,7 @@ def build_skeleton(
     text = config.get_text_config()
     decoder = model.get_decoder()
     blocks = _find_blocks(source.name, model, text.num_hidden_layers)
-    limit = getattr(text, "max_position_embeddings", None)
-    return Skeleton(model, decoder, blocks, _find_origins(model, source.tensors), limit, text.vocab_size)
+    return Skeleton(model, decoder, blocks, _find_origins(model, source.tensors), text.hidden_size)
 
 
 def _load_config(source: WeightSource, trust_remote_code: bool) -> Any:
