@@ -195,9 +195,10 @@ class Engine:
             with self.workspace.scope():
                 block.follow_full()
                 yield block
+                if index + 1 < len(self.names):
+                    block.replay()
                 block.followed = {}
             if index + 1 < len(self.names):
-                block.replay()
                 self.state.save(Saved(index + 1, self.quantized, self.full))
             block.unload()
 
@@ -322,6 +323,19 @@ class _Group:
     meets: str | None
 
 
+@dataclass(frozen=True)
+class _Tail:
+    """The last layer of a block, where its output meets the stream at the end: the quantized stream is there
+    already, but for what the layer's new weight changes.
+
+    weight: [N, K] that was used, stored dtype.  inputs: [R, T, K].
+    """
+
+    layer: LayerPlan
+    weight: Tensor
+    inputs: Tensor
+
+
 class Block:
     """One decoder block, loaded.
 
@@ -335,6 +349,7 @@ class Block:
         self.params: dict[str, Tensor] = {}
         self.groups: list[_Group] = []
         self.followed: dict[int, Tensor] = {}
+        self.tail: _Tail | None = None
 
     def load(self) -> None:
         """Read the weights. Planned ones keep the dtype in which they are stored, Products widens them."""
@@ -379,20 +394,21 @@ class Block:
         self,
         hidden: Tensor,
         call: _Call,
-        on_product: Callable[[Product], None] | None = None,
-        on_input: dict[str, Callable[[Tensor], None]] | None = None,
+        before: Callable[[Product], None] | None = None,
+        after: Callable[[Product, Tensor], None] | None = None,
+        entering: dict[str, Callable[[Tensor], None]] | None = None,
     ) -> Any:
         """What the block returns for hidden [B, T, D], None if a callback had seen enough.
 
-        on_product: called with each product that uses a planned parameter.  on_input: by name of a module in
-        the block, called with the tensor that it is given.
+        before, after: called with each product that uses a planned parameter (see Products).
+        entering: by name of a module in the block, called with the tensor that it is given.
         """
         hooks = [
             self.module.get_submodule(name).register_forward_pre_hook(_input_hook(seen), with_kwargs=True)
-            for name, seen in (on_input or {}).items()
+            for name, seen in (entering or {}).items()
         ]
         try:
-            with torch.no_grad(), Products(self.params, self.engine.dtype, on_product):
+            with torch.no_grad(), Products(self.params, self.engine.dtype, before, after):
                 return self.module(hidden, *call.args, **call.kwargs)
         except _Enough:
             return None
@@ -416,10 +432,17 @@ class Block:
 
     def replay(self) -> None:
         """Move the quantized stream to the next block."""
+        stream = self.engine.quantized
+        if self.tail is not None:
+            change = (self.weight(self.tail.layer).float() - self.tail.weight.float()).to(self.engine.dtype)
+            for batch in self.engine.batches:
+                stream[batch] += self.tail.inputs[batch].to(self.engine.device) @ change.T
+            self.tail = None
+            return
         for batch in self.engine.batches:
-            output = self.run(self.engine.quantized, batch)
+            output = self.run(stream, batch)
             assert output is not None
-            self.engine.quantized[batch] = output
+            stream[batch] = output
 
     # ---- measuring
 
@@ -430,10 +453,10 @@ class Block:
         for i, group in enumerate(self.groups):
             members = [layer for layer in self.layers if self.engine.slots[layer.name].param in group.params]
             for part in self._affordable(members):
-                moments = self._measure(group, part, self.followed.get(i))
                 for layer in part:
                     del left[layer.name]
-                yield Stage(self, part, moments)
+                last = not left and i + 1 == len(self.groups)
+                yield Stage(self, part, self._measure(group, part, self.followed.get(i), last))
         if left:
             yield Stage(self, list(left.values()), {})
 
@@ -452,34 +475,31 @@ class Block:
         """Run one row and see which products read the same input and which meet the residual stream."""
         stream = self.engine.quantized if self.engine.full is None else self.engine.full
         hidden = stream[:1].to(self.engine.device, self.engine.dtype)
-        events: list[Product | tuple[str, Tensor]] = []
+        events: list[_Event] = []
 
-        def seen(product: Product) -> None:
-            # the output may be added to in place later
-            events.append(Product(product.param, product.expert, product.x, product.y.clone()))
+        def made(product: Product, y: Tensor) -> None:
+            # either may be added to in place later
+            events.append(_Event(product, "", y.clone()))
 
         def entered(name: str) -> Callable[[Tensor], None]:
-            return lambda z: events.append((name, z.clone()))
+            return lambda z: events.append(_Event(None, name, z.clone()))
 
-        output = self.run(
-            stream,
-            slice(0, 1),
-            on_product=seen,
-            on_input={name: entered(name) for name, _ in self.module.named_modules() if name},
-        )
+        inside = {name: entered(name) for name, _ in self.module.named_modules() if name}
+        output = self.run(stream, slice(0, 1), after=made, entering=inside)
         assert output is not None
-        calls = Counter(e.param for e in events if isinstance(e, Product))
+        products = [event.product for event in events if event.product is not None]
+        calls = Counter(product.param for product in products)
         meets = _meetings(hidden, events, output) if self.engine.following.residual else {}
         inputs: dict[Any, list[Product]] = {}
-        for event in events:
-            if isinstance(event, Product):
-                # x is alive in events, so that its address is its own
-                key = event.param if event.expert is not None else (event.x.data_ptr(), event.x.numel())
-                inputs.setdefault(key, []).append(event)
+        keys: dict[str, Any] = {}
+        for product in products:
+            # x is alive in events, so that its address is its own
+            key = product.param if product.expert is not None else (product.x.data_ptr(), product.x.numel())
+            inputs.setdefault(keys.setdefault(product.param, key), []).append(product)
         groups = []
-        for products in inputs.values():
-            params = tuple(dict.fromkeys(p.param for p in products))
-            first = products[0]
+        for members in inputs.values():
+            params = tuple(dict.fromkeys(product.param for product in members))
+            first = members[0]
             experts = first.expert is not None
             every = first.x.numel() // first.x.shape[-1] == hidden.shape[1]
             once = every and not experts and all(calls[param] == 1 for param in params)
@@ -511,17 +531,21 @@ class Block:
             def entered(i: int, batch: slice = batch) -> Callable[[Tensor], None]:
                 return lambda z: keep(i, batch, z)
 
-            on_input = {name: entered(i) for name, i in meetings.items() if name != _OUTPUT}
-            output = self.run(full, batch, on_product=seen, on_input=on_input)
+            entering = {name: entered(i) for name, i in meetings.items() if name != _OUTPUT}
+            output = self.run(full, batch, before=seen, entering=entering)
             assert output is not None
             full[batch] = output
         if _OUTPUT in meetings:
             self.followed[meetings[_OUTPUT]] = full
 
     def _measure(
-        self, group: _Group, layers: list[LayerPlan], followed: Tensor | None
+        self, group: _Group, layers: list[LayerPlan], followed: Tensor | None, last: bool
     ) -> dict[int | None, Moments]:
-        """Sums over the quantized stream for layers of a group, by expert (None for what is no expert)."""
+        """Sums over the quantized stream for layers of a group, by expert (None for what is no expert).
+
+        last: no other layer is left; if its output meets the stream at the block's end, the quantized stream
+        is moved there.
+        """
         engine = self.engine
         moments: dict[int | None, Moments] = {}
         wanted = {engine.slots[layer.name].expert for layer in layers}
@@ -556,13 +580,20 @@ class Block:
                 add(None, inputs[0], gap=target - z.view_as(target))
                 raise _Enough
 
-            output = self.run(
-                engine.quantized, batch, on_product=seen, on_input={meets: met} if meets else {}
-            )
-            if meets == _OUTPUT:
-                assert output is not None
-                assert target is not None
-                add(None, inputs[0], gap=target - output)
+            entering = {meets: met} if meets else {}
+            output = self.run(engine.quantized, batch, before=seen, entering=entering)
+            if meets != _OUTPUT:
+                continue
+            assert output is not None
+            assert target is not None
+            (x,) = inputs
+            add(None, x, gap=target - output)
+            if last:
+                if self.tail is None:
+                    kept = engine.workspace.empty((*engine.rows.shape, x.shape[-1]), engine.dtype)
+                    self.tail = _Tail(layers[0], self.weight(layers[0]).clone(), kept)
+                self.tail.inputs[batch] = x.view(*target.shape[:2], -1)
+                engine.quantized[batch] = output
         return moments
 
 
@@ -605,23 +636,33 @@ def _input_hook(seen: Callable[[Tensor], None]) -> Callable[..., None]:
     return hook
 
 
-def _meetings(hidden: Tensor, events: list[Product | tuple[str, Tensor]], output: Tensor) -> dict[str, str]:
+@dataclass(frozen=True)
+class _Event:
+    """What happened in a forward: a product gave `tensor`, or the module called `entered` was given it."""
+
+    product: Product | None
+    entered: str
+    tensor: Tensor
+
+
+def _meetings(hidden: Tensor, events: list[_Event], output: Tensor) -> dict[str, str]:
     """Where the output of a product is added to the residual stream: parameter -> module whose input is the
     stream after it, or _OUTPUT."""
-    entries = Counter(e[0] for e in events if not isinstance(e, Product))
+    entries = Counter(event.entered for event in events)
     stream = hidden.reshape(-1, hidden.shape[-1])
     meets: dict[str, str] = {}
     earlier: list[Tensor] = []
     for i, event in enumerate(events):
-        if not isinstance(event, Product) or event.y.numel() != hidden.numel() or event.expert is not None:
+        product = event.product
+        if product is None or product.expert is not None or event.tensor.numel() != hidden.numel():
             continue
-        y = event.y.reshape(stream.shape)
+        y = event.tensor.reshape(stream.shape)
         # parallel branches meet the stream together with one that ran before
         sums = [stream + y, *(stream + y + other for other in earlier)]
-        places = [e for e in events[i + 1 :] if not isinstance(e, Product) and entries[e[0]] == 1]
+        places = [(e.entered, e.tensor) for e in events[i + 1 :] if e.entered and entries[e.entered] == 1]
         for name, z in [*places, (_OUTPUT, output)]:
             if z.numel() == hidden.numel() and any(_is_sum(z.reshape(stream.shape), s, y) for s in sums):
-                meets[event.param] = name
+                meets[product.param] = name
                 stream, earlier = z.reshape(stream.shape), []
                 break
         else:

@@ -7,7 +7,7 @@ and can tell the parameter by its storage, whatever view of it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,12 @@ from torch.overrides import TorchFunctionMode
 class Product:
     """One product with a watched parameter.
 
-    param: its name.  expert: index in a 3-D parameter, None in a matrix.  x: [..., K].  y: [..., N], with the
-    bias if the function adds it.
+    param: its name.  expert: index in a 3-D parameter, None in a matrix.  x: [..., K].
     """
 
     param: str
     expert: int | None
     x: Tensor
-    y: Tensor
 
 
 # where the input and the weight stand among a function's arguments
@@ -47,15 +45,21 @@ _OPERANDS = {
 
 
 class Products(TorchFunctionMode):
-    """Calls `seen` with every product that uses one of `params`, and computes in `dtype`: weights and
-    embeddings may be stored narrower and are widened for one product at a time."""
+    """Calls `before` with every product that uses one of `params`, and `after` with its result [..., N] too.
+
+    Computes in `dtype`: weights and embeddings may be stored narrower and are widened for one product each.
+    """
 
     def __init__(
-        self, params: Mapping[str, Tensor], dtype: torch.dtype, seen: Callable[[Product], None] | None = None
+        self,
+        params: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        before: Callable[[Product], None] | None = None,
+        after: Callable[[Product, Tensor], None] | None = None,
     ) -> None:
         super().__init__()
         self.owners = {p.untyped_storage().data_ptr(): (name, p) for name, p in params.items()}
-        self.dtype, self.seen = dtype, seen
+        self.dtype, self.before, self.after = dtype, before, after
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -68,21 +72,25 @@ class Products(TorchFunctionMode):
         at_x, at_weight = _OPERANDS[func]
         weight = args[at_weight] if len(args) > at_weight else None
         owner = None if weight is None else self.owners.get(weight.untyped_storage().data_ptr())
-        if owner is None:
+        if weight is None or owner is None:
             return func(*args, **kwargs)
         name, param = owner
+        products = list(_products(name, param, weight, args[at_x]))
+        for product in products if self.before else ():
+            self.before(product)
         y = func(*(a.to(self.dtype) if isinstance(a, Tensor) else a for a in args), **kwargs)
-        if self.seen is None:
-            return y
-        x = args[at_x]
-        if weight.dim() == 3:
-            for expert in range(len(weight)):
-                # batched experts are given zeros for the tokens that are not theirs
-                routed = x[expert].any(-1)
-                self.seen(Product(name, expert, x[expert][routed], y[expert][routed]))
-        elif param.dim() == 3:
-            expert = (weight.storage_offset() - param.storage_offset()) // param.stride(0)
-            self.seen(Product(name, expert, x, y))
-        else:
-            self.seen(Product(name, None, x, y))
+        if self.after and len(products) == 1:
+            self.after(products[0], y)
         return y
+
+
+def _products(name: str, param: Tensor, weight: Tensor, x: Tensor) -> Iterator[Product]:
+    """What a view of the parameter that is multiplied with x stands for."""
+    if weight.dim() == 3:
+        for expert in range(len(weight)):
+            # batched experts are given zeros for the tokens that are not theirs
+            yield Product(name, expert, x[expert][x[expert].any(-1)])
+    elif param.dim() == 3:
+        yield Product(name, (weight.storage_offset() - param.storage_offset()) // param.stride(0), x)
+    else:
+        yield Product(name, None, x)
