@@ -49,7 +49,7 @@ ROOMS = {
     "typer": {"lowbit.cli"},
     "click": set(),
     "rich": {"lowbit.cli"},
-    "transformers": {"lowbit.blocks", "lowbit.calib", "lowbit.plan", "lowbit.evaluate", "lowbit.generate"}
+    "transformers": {"lowbit.skeleton", "lowbit.calib", "lowbit.plan", "lowbit.evaluate", "lowbit.generate"}
     | {"lowbit.runtime"},
     "safetensors": {"lowbit.checkpoint"},
     "triton": {"lowbit_kernels"},
