@@ -151,7 +151,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("question", "arguments", "answer"), REFUSALS, ids=str)
+@pytest.mark.parametrize(("question", "arguments", "answer"), REFUSALS)
 def test_refusals_say_why(question, arguments, answer):
     found = question(*arguments)
     assert (found is None) if answer is None else (answer in found)
