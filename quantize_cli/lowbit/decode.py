@@ -10,7 +10,9 @@ files must give the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("weight_zero_point", "weight_g_idx"),
     ),
     "gptq": (("qweight", "qzeros", "scales"), ("g_idx",)),
+    "gptq-v2": (("qweight", "qzeros", "scales"), ("g_idx",)),
     "awq": (("qweight", "qzeros", "scales"), ()),
 }
 
@@ -49,6 +52,11 @@ def checksum(tensor: Tensor) -> str:
         part = words[start : start + _CHUNK].astype(np.int64)
         total = total * 3 + int(np.dot(part, _WEIGHTS[: len(part)]))
     return f"{total % (1 << 64):016x}"
+
+
+def file_checksum(path: Path) -> str:
+    """Return the checksum of a small file's bytes."""
+    return checksum(torch.frombuffer(bytearray(path.read_bytes() or b"\0"), dtype=torch.uint8))
 
 
 def checksums(quantized: QuantizedTensor) -> dict[str, str]:
@@ -85,22 +93,38 @@ def decode_packed(packed: PackedTensor) -> QuantizedTensor:
 
 
 def decode_layer(
-    format: str,
-    get: Callable[[str], Tensor],
-    scheme: QuantScheme,
-    shape: tuple[int, int],
-    *,
-    gptq_v2: bool = False,
+    format: str, parts: Mapping[str, Tensor], scheme: QuantScheme, shape: tuple[int, int]
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """Return one layer of a checkpoint and the order of its columns.
 
-    get: the stored tensor for a suffix of PARTS[format].  shape: (N, K).  The order is None, or for a
+    parts: the stored tensors by their suffix in PARTS[format].  shape: (N, K).  The order is None, or for a
     GPTQ layer with activation order the input that each column of the codes belongs to, [K].
-    Raises SourceError if a tensor has not the shape or dtype that format, scheme and shape ask for.
+    Raises SourceError if a tensor is missing or has not the shape or dtype that format, scheme and shape ask for.
     """
-    if format == "gptq":
-        return _gptq(get, scheme, shape, gptq_v2)
-    return {"compressed-tensors": _compressed_tensors, "awq": _awq}[format](get, scheme, shape), None
+    read = _Parts(parts)
+    if format in ("gptq", "gptq-v2"):
+        # the first version stores zero-points less one
+        return _gptq(read, scheme, shape, 1 if format == "gptq" else 0)
+    return {"compressed-tensors": _compressed_tensors, "awq": _awq}[format](read, scheme, shape), None
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The stored tensors of a layer; asking for one states what it must be."""
+
+    tensors: Mapping[str, Tensor]
+
+    def __call__(self, suffix: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        tensor = self.tensors.get(suffix)
+        if tensor is None:
+            raise SourceError(f"{suffix} is missing")
+        if tuple(tensor.shape) != shape:
+            raise SourceError(
+                f"{suffix} has shape {list(tensor.shape)}, config and layer shape ask for {list(shape)}"
+            )
+        if dtype is not None and tensor.dtype != dtype:
+            raise SourceError(f"{suffix} is {tensor.dtype}, wanted {dtype}")
+        return tensor
 
 
 def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -116,53 +140,57 @@ def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.float32) -
     return values.view(n, k).to(dtype)
 
 
-def _compressed_tensors(
-    get: Callable[[str], Tensor], scheme: QuantScheme, shape: tuple[int, int]
-) -> QuantizedTensor:
+def _codes(words: Tensor, bits: int, count: int) -> Tensor:
+    """unpack_rows, and SourceError if the bits after the last value of a row are not all 0."""
+    used = count * bits % 32
+    if used and bool(((words[:, -1].to(torch.int64) & 0xFFFFFFFF) >> used).any()):
+        raise SourceError(f"the {32 - used} bits that pad a row of {count} values are not 0")
+    return unpack_rows(words, bits, count)
+
+
+def _compressed_tensors(get: _Parts, scheme: QuantScheme, shape: tuple[int, int]) -> QuantizedTensor:
     n, k = shape
-    words = _expect(get("weight_packed"), "weight_packed", (n, -(-k * scheme.bits // 32)), torch.int32)
-    scale = _expect(get("weight_scale"), "weight_scale", (n, scheme.groups(k)))
-    stated = _expect(get("weight_shape"), "weight_shape", (2,)).tolist()
+    words = get("weight_packed", (n, -(-k * scheme.bits // 32)), torch.int32)
+    scale = get("weight_scale", (n, scheme.groups(k)))
+    stated = get("weight_shape", (2,)).tolist()
     if stated != [n, k]:
         raise SourceError(f"weight_shape holds {stated}, the layer is {[n, k]}")
     zero_point = None
     if not scheme.symmetric:
         # packed along N; codes and zero-points carry the same offset, so it drops out
-        packed = _expect(
-            get("weight_zero_point"),
+        packed = get(
             "weight_zero_point",
             (-(-n * scheme.bits // 32), scheme.groups(k)),
             torch.int32,
         )
-        zero_point = unpack_rows(packed.T, scheme.bits, n).T.contiguous()
-    return QuantizedTensor(unpack_rows(words, scheme.bits, k).contiguous(), scale, zero_point, scheme)
+        zero_point = _codes(packed.T, scheme.bits, n).T.contiguous()
+    return QuantizedTensor(_codes(words, scheme.bits, k).contiguous(), scale, zero_point, scheme)
 
 
 def _gptq(
-    get: Callable[[str], Tensor], scheme: QuantScheme, shape: tuple[int, int], v2: bool
+    get: _Parts, scheme: QuantScheme, shape: tuple[int, int], less: int
 ) -> tuple[QuantizedTensor, Tensor | None]:
     (n, k), bits, groups = shape, scheme.bits, scheme.groups(shape[1])
-    words = _expect(get("qweight"), "qweight", (-(-k * bits // 32), n), torch.int32)
-    zeros = _expect(get("qzeros"), "qzeros", (groups, -(-n * bits // 32)), torch.int32)
-    scale = _expect(get("scales"), "scales", (groups, n)).T.contiguous()
-    codes = unpack_rows(words.T, bits, k).contiguous()
-    # the first version of the format stores the zero-point less one
-    zero_point = ((unpack_rows(zeros, bits, n).T + (0 if v2 else 1)) & scheme.max_code).contiguous()
+    words = get("qweight", (-(-k * bits // 32), n), torch.int32)
+    zeros = get("qzeros", (groups, -(-n * bits // 32)), torch.int32)
+    scale = get("scales", (groups, n)).T.contiguous()
+    codes = _codes(words.T, bits, k).contiguous()
+    zero_point = ((_codes(zeros, bits, n).T + less) & scheme.max_code).contiguous()
     if scheme.symmetric:
         if not bool((zero_point == scheme.symmetric_zero).all()):
             raise SourceError(f"qzeros are not all {scheme.symmetric_zero}, though the config says symmetric")
         zero_point = None
-    order = _column_order(get("g_idx"), k, scheme.width(k))
+    order = _column_order(get("g_idx", (k,)), k, scheme.width(k)) if "g_idx" in get.tensors else None
     if order is not None:
         codes = codes[:, order].contiguous()
     return QuantizedTensor(codes, scale, zero_point, scheme), order
 
 
-def _awq(get: Callable[[str], Tensor], scheme: QuantScheme, shape: tuple[int, int]) -> QuantizedTensor:
+def _awq(get: _Parts, scheme: QuantScheme, shape: tuple[int, int]) -> QuantizedTensor:
     (n, k), groups = shape, scheme.groups(shape[1])
-    words = _expect(get("qweight"), "qweight", (k, n // 8), torch.int32)
-    zeros = _expect(get("qzeros"), "qzeros", (groups, n // 8), torch.int32)
-    scale = _expect(get("scales"), "scales", (groups, n)).T.contiguous()
+    words = get("qweight", (k, n // 8), torch.int32)
+    zeros = get("qzeros", (groups, n // 8), torch.int32)
+    scale = get("scales", (groups, n)).T.contiguous()
     zero_point = _awq_columns(zeros, n)
     if scheme.symmetric:
         raise SourceError("AWQ files hold zero-points, the config says symmetric")
@@ -179,19 +207,9 @@ def _awq_columns(words: Tensor, n: int) -> Tensor:
 
 def _column_order(g_idx: Tensor, k: int, width: int) -> Tensor | None:
     """Return None if g_idx is k // width, else the inputs sorted by group; groups must be full."""
-    g_idx = _expect(g_idx, "g_idx", (k,)).long()
+    g_idx = g_idx.long()
     counts = torch.bincount(g_idx.clamp(min=0), minlength=k // width)
     if int(g_idx.min()) < 0 or counts.tolist() != [width] * (k // width):
         raise SourceError(f"g_idx does not put {width} inputs in each of {k // width} groups")
     order = torch.sort(g_idx, stable=True).indices
     return None if torch.equal(order, torch.arange(k)) else order
-
-
-def _expect(tensor: Tensor, suffix: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-    if tuple(tensor.shape) != shape:
-        raise SourceError(
-            f"{suffix} has shape {list(tensor.shape)}, config and layer shape ask for {list(shape)}"
-        )
-    if dtype is not None and tensor.dtype != dtype:
-        raise SourceError(f"{suffix} is {tensor.dtype}, wanted {dtype}")
-    return tensor

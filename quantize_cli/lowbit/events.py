@@ -23,12 +23,11 @@ class PlanReady:
 
 @dataclass(frozen=True)
 class Stage:
-    """A phase begins: read, calibrate, solve, verify, write, tune. unit: what it counts, where not bytes."""
+    """A phase begins: read, calibrate, solve, verify, write, tune."""
 
     name: str
     detail: str = ""
     total_bytes: int = 0
-    unit: str = "bytes"
 
     def to_json(self) -> dict[str, Any]:
         return {"event": "stage", **asdict(self)}

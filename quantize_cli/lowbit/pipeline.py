@@ -8,26 +8,22 @@ handful of tensors whatever the model's size, and the bytes do not depend on the
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import lowbit
 from lowbit import events
+from lowbit.ahead import ahead
 from lowbit.checkpoint.formats import FORMATS
 from lowbit.checkpoint.sink import Sink
 from lowbit.checkpoint.source import Source, check_finite, open_source
 from lowbit.decode import checksum, checksums, decode_packed
-from lowbit.errors import RecipeError
+from lowbit.device import pick_device
 from lowbit.hub import model_card
 from lowbit.plan import CopyPlan, LayerPlan, Plan, make_plan
 from lowbit.recipe import Recipe
@@ -37,11 +33,8 @@ from lowbit.validate import check_layer, measure
 from lowbit_kernels.layout import pack_words
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
-
-# Source bytes in work at a time. A larger tensor is worked on alone.
-IN_FLIGHT_BYTES = 768 << 20
-WORKERS = min(4, os.cpu_count() or 1)
 
 
 def quantize(
@@ -98,25 +91,6 @@ def default_out(model: str, recipe: Recipe) -> Path:
     stem = Path(model).name.removesuffix(".gguf") or Path(model).resolve().name
     group = "row" if recipe.group == -1 else f"g{recipe.group}"
     return Path(f"{stem}-int{recipe.bits}-{group}")
-
-
-def pick_device(name: str) -> torch.device:
-    """The device that --device names; `auto` is the GPU if there is one.
-
-    Raises RecipeError for a name that torch does not know or a GPU that is not there.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise RecipeError(f"--device {name!r} is not a device; use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise RecipeError(f"--device {name}: torch sees {count} GPUs here; use auto or cpu")
-    if device.type not in ("cpu", "cuda"):
-        raise RecipeError(f"--device {name}: only cpu and cuda (NVIDIA and AMD) are supported")
-    return device
 
 
 # ---- units: what is read, solved and written together
@@ -195,28 +169,6 @@ def solve_data_free(
         errors = {row["name"]: row["errors"]["output_error"] for row in added if row.get("errors")}
         on_event(events.LayerDone(unit.name, done_bytes, errors))
     return rows
-
-
-def ahead(
-    work: Callable[[Unit], Any], units: list[Unit], size: Callable[[Unit], int]
-) -> Iterator[tuple[Unit, Any]]:
-    """Yield (unit, work(unit)) in order while workers run ahead, at most IN_FLIGHT_BYTES of them."""
-    with ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        pending: deque[tuple[Unit, Future[Any]]] = deque()
-        in_flight = 0
-        try:
-            for unit in units:
-                while pending and (in_flight + size(unit) > IN_FLIGHT_BYTES or len(pending) > 2 * WORKERS):
-                    first, future = pending.popleft()
-                    yield first, future.result()
-                    in_flight -= size(first)
-                pending.append((unit, pool.submit(work, unit)))
-                in_flight += size(unit)
-            while pending:
-                first, future = pending.popleft()
-                yield first, future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def solve_unit(job: Job, unit: Unit) -> Solved:

@@ -8,6 +8,7 @@ kernel on the stored words (which may differ from it by rounding only).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,8 @@ TILE_ROWS = 16
 KERNEL_TOLERANCE = {"cpu": 2e-5, "cuda": 1e-3}
 # Rounding to nearest errs by half a step at most; calibrated methods trade weight error for output error.
 STEP_TOLERANCE = {"rtn": 0.501, "hqq": 1.0, "gptq": 1.5}
+# Rounding and error feedback average out over a layer; a code or zero-point off by one does not.
+BIAS_TOLERANCE = 0.5
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class LayerErrors:
     kernel_error: kernel output against the decoded weight's output.  weight_error: decoded against source
     weight.  output_error: decoded weight's output against the source's, on random tokens; snr_db is
     -20 log10 of it.  step_error: root mean square weight error in units of the root mean square scale.
+    step_bias: mean of (decoded - source) / scale, which a code or zero-point off by one moves by 1.
     """
 
     kernel_error: float
@@ -52,6 +56,7 @@ class LayerErrors:
     output_error: float
     snr_db: float
     step_error: float
+    step_bias: float
 
 
 def measure(packed: PackedTensor, weight: Tensor, *, tile: bool = False) -> LayerErrors:
@@ -63,7 +68,8 @@ def measure(packed: PackedTensor, weight: Tensor, *, tile: bool = False) -> Laye
     x = random_tokens(k, packed.words.device)
     y, want = torch.empty(2, TOKENS, n, device=x.device)
     # float64: sums of squares of millions of weights
-    difference, size = torch.zeros(2, dtype=torch.float64, device=x.device)
+    difference, size, bias = torch.zeros(3, dtype=torch.float64, device=x.device)
+    groups = packed.scale.shape[1]
     rows = max(1, CHUNK_WEIGHTS[x.device.type] // k)
     for start in range(0, n, rows):
         chosen = slice(start, min(start + rows, n))
@@ -72,30 +78,38 @@ def measure(packed: PackedTensor, weight: Tensor, *, tile: bool = False) -> Laye
         torch.matmul(x, decoded.T, out=y[:, chosen])
         torch.matmul(x, source.T, out=want[:, chosen])
         size += source.square().sum()
-        difference += decoded.sub_(source).square().sum()
+        error = decoded.sub_(source)
+        difference += error.square().sum()
+        bias += (error.view(-1, groups, k // groups).sum(-1) / packed.scale[chosen].float()).sum()
     step = packed.scale.double().square().mean()
     output_error = _ratio((y - want).norm(), want.norm())
     return LayerErrors(
-        kernel_error=max(_kernel_error(packed, x, y), tile_error(packed) if tile and not x.is_cuda else 0),
+        kernel_error=kernel_error(packed, tile=tile),
         weight_error=math.sqrt(_ratio(difference, size)),
         output_error=output_error,
         snr_db=-20 * math.log10(max(output_error, 1e-10)),
         step_error=math.sqrt(_ratio(difference / (n * k), step)),
+        step_bias=float(bias) / (n * k),
     )
 
 
 def check_layer(name: str, method: str, errors: LayerErrors) -> None:
     """Raise GateError, naming the layer, for errors that no correct packer and kernel can make."""
-    tolerance = max(KERNEL_TOLERANCE.values())
-    if not errors.kernel_error <= tolerance:
-        raise GateError(
-            f"{name}: the kernel's output is off by {errors.kernel_error:.1e}, more than rounding"
-        )
+    for complaint in complaints(method, errors):
+        raise GateError(f"{name}: {complaint}")
+
+
+def complaints(method: str, errors: LayerErrors) -> Iterator[str]:
+    """What is wrong with the errors of a layer, whatever its weights."""
+    if not errors.kernel_error <= max(KERNEL_TOLERANCE.values()):
+        yield f"the kernel's output is off by {errors.kernel_error:.1e}, more than rounding"
     if not errors.step_error <= STEP_TOLERANCE[method]:
-        raise GateError(
-            f"{name}: the packed weight is {errors.step_error:.2f} steps from its source, "
+        yield (
+            f"the packed weight is {errors.step_error:.2f} steps from its source, "
             f"{method} stays under {STEP_TOLERANCE[method]}"
         )
+    if not abs(errors.step_bias) <= BIAS_TOLERANCE:
+        yield f"the packed weight is {errors.step_bias:+.2f} steps off on average, as if all codes were"
 
 
 def random_tokens(in_features: int, device: torch.device) -> Tensor:
@@ -122,6 +136,35 @@ def gemm_weight(packed: PackedTensor) -> GemmWeight:
     )
 
 
+def kernel_error(packed: PackedTensor, *, tile: bool = False) -> float:
+    """Relative error of the W4A16 kernel on random tokens against the decoded weight's product.
+
+    Without a GPU it is that of the kernel's torch reference on sampled rows, and with `tile` also that of the
+    kernel itself, interpreted on one corner of the layer.
+    """
+    x = random_tokens(packed.in_features, packed.words.device)
+    if x.is_cuda:
+        x = x.half()
+        y = x.float() @ decode_rows(packed, slice(None)).T
+        return _ratio((matmul(x, gemm_weight(packed)).float() - y).norm(), y.norm())
+    part = _take(packed, slice(0, None, -(-packed.shape[0] // SAMPLED_ROWS)))
+    y = x @ decode_rows(part, slice(None)).T
+    width = packed.scheme.width(packed.in_features)
+    product = matmul_reference(x, part.words, part.scale, part.zero_point, packed.scheme.bits, width)
+    error = _ratio((product - y).norm(), y.norm())
+    return max(error, tile_error(packed)) if tile else error
+
+
+def move(packed: PackedTensor, device: torch.device) -> PackedTensor:
+    """The same layer on another device."""
+    return replace(
+        packed,
+        words=packed.words.to(device),
+        scale=packed.scale.to(device),
+        zero_point=None if packed.zero_point is None else packed.zero_point.to(device),
+    )
+
+
 def tile_error(packed: PackedTensor) -> float:
     """Relative error of the W4A16 kernel itself on one corner of a packed layer that lies on the CPU.
 
@@ -131,19 +174,6 @@ def tile_error(packed: PackedTensor) -> float:
     x = random_tokens(corner.in_features, corner.words.device)[:2]
     y = x @ decode_rows(corner, slice(None)).T
     return _ratio((matmul(x, gemm_weight(corner)) - y).norm(), y.norm())
-
-
-def _kernel_error(packed: PackedTensor, x: Tensor, y: Tensor) -> float:
-    """Relative error of the kernel on x [M, K] against y [M, N]; without a GPU, its reference on samples."""
-    if x.is_cuda:
-        x = x.half()
-        y = x.float() @ decode_rows(packed, slice(None)).T
-        return _ratio((matmul(x, gemm_weight(packed)).float() - y).norm(), y.norm())
-    rows = slice(0, None, -(-packed.shape[0] // SAMPLED_ROWS))
-    part, y = _take(packed, rows), y[:, rows]
-    width = packed.scheme.width(packed.in_features)
-    product = matmul_reference(x, part.words, part.scale, part.zero_point, packed.scheme.bits, width)
-    return _ratio((product - y).norm(), y.norm())
 
 
 def _take(packed: PackedTensor, rows: slice, groups: int | None = None) -> PackedTensor:

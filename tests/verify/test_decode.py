@@ -33,7 +33,7 @@ def random_layer(bits: int, n: int, k: int, symmetric: bool, group: int = 32) ->
     return QuantizedTensor(codes, scale, zero, scheme)
 
 
-def write(format: str, q: QuantizedTensor, *, v2: bool = False) -> dict[str, torch.Tensor]:
+def write(format: str, q: QuantizedTensor) -> dict[str, torch.Tensor]:
     """The stored tensors of a layer, by loops."""
     bits, (n, k) = q.scheme.bits, q.shape
     zero = (
@@ -50,10 +50,10 @@ def write(format: str, q: QuantizedTensor, *, v2: bool = False) -> dict[str, tor
         if q.zero_point is not None:
             parts["weight_zero_point"] = pack_loop(zero.T, bits).T.contiguous()
         return parts
-    if format == "gptq":
+    if format.startswith("gptq"):
         return {
             "qweight": pack_loop(q.codes, bits).T.contiguous(),
-            "qzeros": pack_loop((zero.T - (0 if v2 else 1)) % 2**bits, bits),
+            "qzeros": pack_loop((zero.T - (1 if format == "gptq" else 0)) % 2**bits, bits),
             "scales": q.scale.T.contiguous(),
             "g_idx": torch.arange(k, dtype=torch.int32) // q.scheme.group_size,
         }
@@ -71,19 +71,23 @@ CASES = [
     for bits in (2, 3, 4, 8)
     for n, symmetric in ((5, True), (12, False), (33, False))
 ]
-CASES += [("gptq", bits, 32, 96, symmetric) for bits in (2, 3, 4, 8) for symmetric in (True, False)]
+CASES += [
+    (format, bits, 32, 96, symmetric)
+    for format in ("gptq", "gptq-v2")
+    for bits in (2, 3, 4, 8)
+    for symmetric in (True, False)
+]
 CASES += [("awq", 4, 24, 96, False)]
 
 
-@pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_decoding_gives_the_codes_that_loops_wrote(case, v2):
+def test_decoding_gives_the_codes_that_loops_wrote(case):
     format, bits, n, k, symmetric = case
     q = random_layer(bits, n, k, symmetric)
-    if format == "gptq" and not v2 and q.zero_point is not None:
+    if format == "gptq" and q.zero_point is not None:
         q.zero_point.clamp_(min=1)
-    parts = write(format, q, v2=v2)
-    got, order = decode.decode_layer(format, parts.__getitem__, q.scheme, (n, k), gptq_v2=v2)
+    parts = write(format, q)
+    got, order = decode.decode_layer(format, parts, q.scheme, (n, k))
     assert order is None
     assert torch.equal(got.codes, q.codes)
     assert torch.equal(got.scale, q.scale)
@@ -105,7 +109,7 @@ def test_activation_order_is_undone():
     shuffle = torch.randperm(96, generator=torch.Generator().manual_seed(0))
     parts["g_idx"] = parts["g_idx"][shuffle]
     parts["qweight"] = pack_loop(q.codes[:, shuffle], 4).T.contiguous()
-    got, order = decode.decode_layer("gptq", parts.__getitem__, q.scheme, (8, 96))
+    got, order = decode.decode_layer("gptq", parts, q.scheme, (8, 96))
     restored = torch.empty(8, 96)
     restored[:, order] = decode.dequantize(got)
     naive = torch.empty(8, 96)
@@ -118,7 +122,7 @@ def test_a_group_of_the_wrong_size_is_named():
     q = random_layer(4, 8, 96, True)
     parts = write("compressed-tensors", q)
     with pytest.raises(SourceError, match=r"weight_scale has shape \[8, 3\].*\[8, 1\]"):
-        decode.decode_layer("compressed-tensors", parts.__getitem__, QuantScheme(4, -1), (8, 96))
+        decode.decode_layer("compressed-tensors", parts, QuantScheme(4, -1), (8, 96))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

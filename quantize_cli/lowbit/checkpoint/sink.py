@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.checkpoint.header import DTYPES, TORCH_NAMES, entry_text, header_bytes
 from lowbit.checkpoint.ledger import Ledger, read_ledger
+from lowbit.decode import file_checksum
 from lowbit.errors import OutputError, SourceError
 
 if TYPE_CHECKING:
@@ -223,7 +224,8 @@ class Sink:
     def finish(self, manifest: Mapping[str, Any] | None = None) -> dict[str, str]:
         """Complete the files and put them in place; return name -> SHA-256 of every file.
 
-        manifest: written as lowbit.json, with the hashes of all other files as ["output"]["files"].
+        manifest: written as lowbit.json, with the hashes of all other files as ["output"]["files"] and the
+        checksums of those that hold no tensors as ["output"]["checksums"].
         """
         with _explained(self.out):
             self._ledger.flush()
@@ -233,7 +235,7 @@ class Sink:
                 name: future.result() for name, future in zip(names, self._shard_hashes, strict=True)
             }
             if manifest is not None:
-                output = {"output": {"files": dict(sorted(self._file_hashes.items()))}}
+                output = {"output": {"files": dict(sorted(self._file_hashes.items())), "checksums": self._checksums()}}
                 self.write_text(
                     "lowbit.json", json.dumps({**manifest, **output}, indent=2, ensure_ascii=False)
                 )
@@ -243,6 +245,10 @@ class Sink:
             self._files.rename(self.out)
             _sync(self.out.parent)
         return dict(sorted(self._file_hashes.items()))
+
+    def _checksums(self) -> dict[str, str]:
+        names = sorted(name for name in self._file_hashes if not name.endswith(".safetensors"))
+        return {name: file_checksum(self._files / name) for name in names}
 
     # Entering.
 

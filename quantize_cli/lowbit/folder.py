@@ -1,0 +1,299 @@
+"""A checkpoint folder as it lies on disk: headers, index, config and manifest, read without trusting any of them.
+
+Whatever is wrong is collected as faults, so that a report can list everything at once. Tensors are read with
+pread into fresh memory; nothing stays mapped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.checkpoint.formats import format_of
+from lowbit.checkpoint.header import DTYPES, NARROW, TensorInfo, pread_into, read_header
+from lowbit.decode import PARTS, decode_layer, dequantize
+from lowbit.errors import SourceError
+from lowbit.scheme import PackedTensor, QuantizedTensor, QuantScheme, ScaleDtype
+from lowbit_kernels.layout import pack_words
+
+INDEX = "model.safetensors.index.json"
+MANIFEST = "lowbit.json"
+SCALE_DTYPES: dict[str, ScaleDtype] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong. check: which proof failed.  where: the file, tensor or layer."""
+
+    check: str
+    where: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}"
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """A quantized linear: shape (N, K) and scheme, and its stored tensors by suffix."""
+
+    name: str
+    format: str
+    shape: tuple[int, int]
+    scheme: QuantScheme
+    parts: dict[str, TensorInfo]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.parts.values())
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What open_folder found; faults is empty if all of it is consistent.
+
+    entries: in file and offset order, their files relative to path.  format: a name in FORMATS, None for a model that is not quantized.
+    scheme_of: what config.json says of (module name, class name), None for a dense one.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    manifest: dict[str, Any] | None
+    entries: dict[str, TensorInfo]
+    layers: dict[str, StoredLayer]
+    format: str | None
+    scheme_of: Callable[[str, str], QuantScheme | None]
+    faults: tuple[Fault, ...]
+
+    @property
+    def dense(self) -> dict[str, TensorInfo]:
+        """The entries that belong to no quantized layer."""
+        packed = {entry.name for layer in self.layers.values() for entry in layer.parts.values()}
+        return {name: entry for name, entry in self.entries.items() if name not in packed}
+
+    @property
+    def shards(self) -> list[str]:
+        return sorted({entry.file for entry in self.entries.values()})
+
+    def read(self, name: str) -> Tensor:
+        """Return one stored tensor in fresh memory."""
+        info = self.entries[name]
+        return as_tensor(read_span(self.path / info.file, info), info)
+
+    def parts(self, layer: str) -> dict[str, Tensor]:
+        """Return the stored tensors of a quantized layer by suffix."""
+        return {suffix: self.read(info.name) for suffix, info in self.layers[layer].parts.items()}
+
+
+@dataclass(frozen=True)
+class DenseView:
+    """A folder read as if it had never been quantized: layers are decoded to `dtype` when they are read.
+
+    tensors: every name of the original model that the folder holds.  name, path, config, tensors and read are
+    what lowbit.skeleton asks of a source; config has no quantization_config.
+    """
+
+    folder: Folder
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def name(self) -> str:
+        return str(self.folder.path)
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {key: value for key, value in self.folder.config.items() if key != "quantization_config"}
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes by name."""
+        layers = {f"{layer.name}.weight": layer.shape for layer in self.folder.layers.values()}
+        return layers | {name: info.shape for name, info in self.folder.dense.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor of the original model; SourceError if its stored parts do not fit."""
+        module = name.removesuffix(".weight")
+        if module not in self.folder.layers:
+            return self.folder.read(name)
+        quantized, order = decode(self.folder.layers[module], self.folder.parts(module))
+        values = dequantize(quantized, self.dtype)
+        return values if order is None else torch.empty_like(values).index_copy_(1, order, values)
+
+
+def decode(layer: StoredLayer, parts: dict[str, Tensor]) -> tuple[QuantizedTensor, Tensor | None]:
+    """Return decode_layer of parts that were already read; SourceError names what does not fit."""
+    return decode_layer(layer.format, parts, layer.scheme, layer.shape)
+
+
+def for_kernel(parts: dict[str, Tensor], quantized: QuantizedTensor) -> PackedTensor:
+    """Return a decoded layer in the words that kernels read: the stored ones where they are the same."""
+    words = parts.get("weight_packed")
+    if words is None:
+        words = pack_words(quantized.codes, quantized.scheme.bits)
+    return PackedTensor(
+        words, quantized.scale, quantized.zero_point, quantized.scheme, in_features=quantized.shape[1]
+    )
+
+
+def open_folder(path: str | Path) -> Folder:
+    """Read config, manifest, index and every header of a checkpoint folder, quantized or not.
+
+    Raises SourceError if path is not a folder with a config.json; anything less is a fault of the result.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise SourceError(f"{path}: no such folder")
+    if not (path / "config.json").is_file():
+        raise SourceError(f"{path}: no config.json; pass the folder that lowbit quantize wrote")
+    faults: list[Fault] = []
+    config = _read_json(path / "config.json", faults) or {}
+    manifest = _read_json(path / MANIFEST, faults) if (path / MANIFEST).exists() else None
+    entries: dict[str, TensorInfo] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            found = read_header(file)
+        except SourceError as e:
+            faults.append(Fault("structure", file.name, str(e).removeprefix(f"{file}: ")))
+            continue
+        for entry in found:
+            if entry.name in entries:
+                faults.append(
+                    Fault("structure", entry.name, f"is in {entries[entry.name].file} and {file.name}")
+                )
+            entries[entry.name] = replace(entry, file=file.name)
+    faults += _check_index(path, entries)
+    format, scheme_of = _read_quantization(path, config, faults)
+    layers = {} if format is None else _find_layers(path, format, scheme_of, entries, faults)
+    if format is None:
+        packed = [name for name in entries if name.endswith((".weight_packed", ".qweight"))]
+        if packed:
+            faults.append(Fault("config", "config.json", f"no quantization_config, yet there is {packed[0]}"))
+    return Folder(path, config, manifest, entries, layers, format, scheme_of, tuple(faults))
+
+
+def read_span(path: Path, info: TensorInfo) -> Tensor:
+    """Return the bytes of one tensor as uint8, in fresh memory."""
+    data = torch.empty(info.nbytes, dtype=torch.uint8)
+    with path.open("rb", buffering=0) as file:
+        pread_into(file.fileno(), data.numpy(), info.offset, path)
+    return data
+
+
+def as_tensor(data: Tensor, info: TensorInfo) -> Tensor:
+    """Return bytes as the tensor that info describes, without a copy; FP8 and narrower stay bytes."""
+    if info.dtype in NARROW:
+        return data
+    return data.view(getattr(torch, DTYPES[info.dtype][0])).view(info.shape)
+
+
+def _read_json(file: Path, faults: list[Fault]) -> dict[str, Any] | None:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        faults.append(Fault("structure", file.name, f"cannot be read: {e}"))
+        return None
+    if isinstance(value, dict):
+        return value
+    faults.append(Fault("structure", file.name, "is not a JSON object"))
+    return None
+
+
+def _check_index(path: Path, entries: dict[str, TensorInfo]) -> Iterator[Fault]:
+    """Compare the index, if there is one, with the headers."""
+    files = {entry.file for entry in entries.values()}
+    if not (path / INDEX).exists():
+        if files - {"model.safetensors"}:
+            yield Fault(
+                "structure", INDEX, f"is missing, though there is {min(files - {'model.safetensors'})}"
+            )
+        elif not files:
+            yield Fault("structure", str(path), "holds no readable safetensors file")
+        return
+    faults: list[Fault] = []
+    index = _read_json(path / INDEX, faults) or {}
+    yield from faults
+    listed = index.get("weight_map", {})
+    for file in sorted(set(listed.values())):
+        if not (path / file).exists():
+            yield Fault("structure", file, "is in the index but not in the folder")
+    for file in sorted(files - set(listed.values())):
+        yield Fault("structure", file, "is in the folder but not in the index")
+    for name, file in listed.items():
+        if name not in entries:
+            if (path / file).exists():
+                yield Fault("structure", name, f"is missing from {file}")
+        elif entries[name].file != file:
+            yield Fault("structure", name, f"is in {entries[name].file}, the index says {file}")
+    for name in entries.keys() - listed.keys():
+        yield Fault("structure", name, f"is in {entries[name].file} but not in the index")
+
+
+def _read_quantization(
+    path: Path, config: dict[str, Any], faults: list[Fault]
+) -> tuple[str | None, Callable[[str, str], QuantScheme | None]]:
+    """The format that config.json names, and its scheme of each module; SourceError for one we cannot read."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return None, lambda name, kind: None
+    format = format_of(quantization)
+    try:
+        return format.name, format.read_config(quantization)
+    except SourceError as e:
+        faults.append(Fault("config", "config.json", str(e)))
+        return format.name, lambda name, kind: None
+
+
+def _find_layers(
+    path: Path,
+    format: str,
+    scheme_of: Callable[[str, str], QuantScheme | None],
+    entries: dict[str, TensorInfo],
+    faults: list[Fault],
+) -> dict[str, StoredLayer]:
+    """Group the stored parts of quantized layers; shape and scale dtype from the parts, scheme from the config."""
+    always, sometimes = PARTS[format]
+    parts: dict[str, dict[str, TensorInfo]] = {}
+    for entry in entries.values():
+        module, _, suffix = entry.name.rpartition(".")
+        if suffix in always + sometimes:
+            parts.setdefault(module, {})[suffix] = entry
+    layers: dict[str, StoredLayer] = {}
+    for module, found in parts.items():
+        scheme = scheme_of(module, "Linear")
+        missing = [suffix for suffix in always if suffix not in found]
+        if missing:
+            beside = next(iter(found.values())).name
+            faults.append(Fault("structure", f"{module}.{missing[0]}", f"is missing beside {beside}"))
+        elif scheme is None:
+            faults.append(Fault("config", module, "is packed, but config.json gives it no scheme"))
+        else:
+            scales = found["weight_scale" if format == "compressed-tensors" else "scales"]
+            dtype = SCALE_DTYPES.get(scales.dtype)
+            if dtype is None:
+                faults.append(Fault("structure", scales.name, f"is {scales.dtype}, which no engine reads"))
+                continue
+            shape = _layer_shape(path, format, found, scheme)
+            layers[module] = StoredLayer(module, format, shape, replace(scheme, scale_dtype=dtype), found)
+    return layers
+
+
+def _layer_shape(
+    path: Path, format: str, parts: dict[str, TensorInfo], scheme: QuantScheme
+) -> tuple[int, int]:
+    """(N, K) of a layer from its stored tensors."""
+    if format == "compressed-tensors":
+        entry = parts["weight_shape"]
+        n, k = as_tensor(read_span(path / entry.file, entry), entry).reshape(-1)[:2].tolist()
+        return n, k
+    rows, columns = parts["qweight"].shape
+    return (columns * 8, rows) if format == "awq" else (columns, rows * 32 // scheme.bits)

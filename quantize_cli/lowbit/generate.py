@@ -1,0 +1,109 @@
+"""A quick look at what a quantized model says, beside its source.
+
+On a CPU the weights are decoded to fp32; on a GPU the quantized layers stay packed and run in our W4A16
+kernels.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lowbit_kernels.dispatch import matmul
+from torch import Tensor, nn
+
+from lowbit.device import pick_device
+from lowbit.evaluate import load_model, load_tokenizer, open_weights
+from lowbit.folder import DenseView, decode, for_kernel
+from lowbit.skeleton import Skeleton, WeightSource
+from lowbit.validate import GemmWeight, gemm_weight
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What the model answered, and its source, if it was asked."""
+
+    prompt: str
+    text: str
+    source_text: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def generate(
+    path: str | Path,
+    prompt: str,
+    compare: str | Path | None = None,
+    *,
+    max_new_tokens: int = 48,
+    chat: bool = False,
+    device: str = "auto",
+) -> Generated:
+    """Continue prompt greedily with a quantized folder (or plain model), and with `compare` if given.
+
+    chat: put the prompt through the chat template.
+    """
+    target = pick_device(device)
+    return Generated(
+        prompt,
+        _continue(path, prompt, max_new_tokens, chat, target),
+        None if compare is None else _continue(compare, prompt, max_new_tokens, chat, target),
+    )
+
+
+def _continue(path: str | Path, prompt: str, max_new_tokens: int, chat: bool, device: torch.device) -> str:
+    with open_weights(path) as weights, torch.no_grad():
+        tokenizer = load_tokenizer(weights)
+        if chat:
+            message = [{"role": "user", "content": prompt}]
+            prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).to(device)
+        skeleton = load_model(weights, device)
+        if device.type == "cuda" and isinstance(weights, DenseView):
+            use_kernels(skeleton, weights)
+        output = skeleton.model.generate(
+            input_ids=inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id
+            if tokenizer.pad_token_id is not None
+            else tokenizer.eos_token_id,
+        )
+    return tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight stays packed: y = x W^T + bias by the W4A16 kernel."""
+
+    def __init__(self, weight: GemmWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.packed = weight
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return matmul(x, self.packed, self.bias)
+
+
+def use_kernels(skeleton: Skeleton, weights: DenseView) -> int:
+    """Replace the linears of quantized layers by PackedLinear; return how many.
+
+    Layers that transformers fuses (experts) or that have activation order keep their decoded weights.
+    """
+    model, count = skeleton.model, 0
+    for name in weights.folder.layers:
+        if f"{name}.weight" not in skeleton.origins or not isinstance(model.get_submodule(name), nn.Linear):
+            continue
+        linear, parts = model.get_submodule(name), weights.folder.parts(name)
+        quantized, order = decode(weights.folder.layers[name], parts)
+        if order is not None:
+            continue
+        packed = gemm_weight(for_kernel(parts, quantized), linear.weight.device)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, PackedLinear(packed, linear.bias))
+        count += 1
+    return count

@@ -1,0 +1,323 @@
+"""One self-contained HTML page about a quantized checkpoint: what was done, what it cost, where it hurts.
+
+Pictures are SVG by matplotlib, inside the page; their ink takes the page's colours, so that they are legible
+on light and dark alike. Nothing is fetched from a network.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+import numpy as np
+from torch import Tensor
+
+from lowbit.checkpoint.source import Source
+from lowbit.errors import LowbitError, SourceError
+from lowbit.evaluate import RESULT_FILE
+from lowbit.folder import DenseView, Folder, open_folder
+from lowbit.inspection import Engine, summarize, tensor_parallel
+from lowbit.verify import VerifyReport, reach_source, source_weight
+
+REPORT_FILE = "report.html"
+KERNELS_FILE = "lowbit_kernels.json"
+HISTOGRAMS = 4
+BINS = 81
+
+# matplotlib draws in these; the page's style sheet replaces them with its variables
+INK, MUTED, BEFORE, AFTER = "#010203", "#040506", "#070809", "#0a0b0c"
+VARIABLES = {INK: "var(--ink)", MUTED: "var(--muted)", BEFORE: "var(--before)", AFTER: "var(--after)"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer of the page. errors are relative; snr_db in dB."""
+
+    name: str
+    scheme: str
+    output_error: float
+    weight_error: float
+    snr_db: float
+    fallback: str | None
+
+
+def report(
+    path: str | Path,
+    out: str | Path | None = None,
+    source: str | Path | None = None,
+    verified: VerifyReport | None = None,
+) -> Path:
+    """Write the page for a folder that lowbit quantized, and return its path.
+
+    out: None is report.html in the folder.  source: original model for the histograms; None takes the
+    manifest's if it is on this machine.  verified: the outcome of verify, shown and preferred to the recorded
+    errors.
+    Raises SourceError for a folder without lowbit.json, or when the libraries of the `report` extra are missing.
+    """
+    try:
+        import jinja2
+        import markupsafe
+        import matplotlib  # noqa: F401
+    except ImportError as e:
+        raise SourceError(f"report needs {e.name}; run `pip install 'lowbit[report]'`") from None
+    folder = open_folder(path)
+    if folder.manifest is None:
+        raise SourceError(f"{path}: no lowbit.json; report takes the folder that lowbit quantize wrote")
+    rows = layer_rows(folder.manifest, verified)
+    worst = rows[:10]
+    with ExitStack() as stack:
+        origin, _ = reach_source(folder, source, stack)
+        histograms = [histogram(folder, origin, row.name) for row in worst[:HISTOGRAMS]]
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = (resources.files("lowbit") / "templates" / "report.html").read_text(encoding="utf-8")
+    page = environment.from_string(template).render(
+        title=Path(path).resolve().name,
+        folder=folder,
+        manifest=folder.manifest,
+        sizes=sizes(folder),
+        schemes=summarize(folder),
+        tensor_parallel=tensor_parallel(folder),
+        rows=rows,
+        worst=worst,
+        fallbacks=[row for row in rows if row.fallback],
+        copied=copied(folder.manifest),
+        heat_map=heat_map(rows) if rows else None,
+        histograms=histograms,
+        evaluation=_read(folder.path / RESULT_FILE),
+        kernels=_read(folder.path / KERNELS_FILE),
+        verified=verified,
+        percent=percent,
+        size=human_size,
+        breakable=lambda name: markupsafe.escape(name).replace(".", markupsafe.Markup(".<wbr>")),
+    )
+    target = Path(out) if out is not None else folder.path / REPORT_FILE
+    target.write_text(page, encoding="utf-8")
+    return target
+
+
+def layer_rows(manifest: dict[str, Any], verified: VerifyReport | None) -> list[Row]:
+    """Layers with known errors, the worst output error first."""
+    measured = {layer.name: layer.errors for layer in verified.layers} if verified else {}
+    rows = []
+    for layer in manifest.get("layers", []):
+        errors = {**(layer.get("errors") or {}), **measured.get(layer["name"], {})}
+        if "output_error" in errors:
+            scheme = layer["scheme"]
+            group = "row" if scheme["group_size"] == -1 else f"g{scheme['group_size']}"
+            text = f"int{scheme['bits']} {'sym' if scheme['symmetric'] else 'asym'} {group}"
+            rows.append(
+                Row(
+                    layer["name"],
+                    text,
+                    errors["output_error"],
+                    errors["weight_error"],
+                    errors["snr_db"],
+                    layer.get("fallback"),
+                )
+            )
+    return sorted(rows, key=lambda row: -row.output_error)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes. before: with two bytes for each quantized weight, as bf16 or fp16 models have."""
+
+    before: int
+    after: int
+    packed: int
+    weights: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.packed / max(1, self.weights)
+
+
+def sizes(folder: Folder) -> Sizes:
+    packed = sum(layer.nbytes for layer in folder.layers.values())
+    weights = sum(math.prod(layer.shape) for layer in folder.layers.values())
+    after = sum(info.nbytes for info in folder.entries.values())
+    return Sizes(after - packed + 2 * weights, after, packed, weights)
+
+
+def copied(manifest: dict[str, Any]) -> list[tuple[str, int, int]]:
+    """(reason, tensors, bytes) of what was not quantized, most bytes first."""
+    groups: dict[str, list[int]] = {}
+    for row in manifest.get("copied", []):
+        groups.setdefault(row["reason"], []).append(row["nbytes"])
+    return sorted(((why, len(each), sum(each)) for why, each in groups.items()), key=lambda row: -row[2])
+
+
+# ---- pictures
+
+
+def heat_map(rows: Sequence[Row]) -> str:
+    """Output error by decoder block (down) and module (across); experts of a block show their worst."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.patches import Rectangle
+
+    cells: dict[tuple[int, str], Row] = {}
+    for row in rows:
+        # rows come worst first
+        cells.setdefault(cell_of(row.name), row)
+    blocks = sorted({block for block, _ in cells})
+    modules = list(dict.fromkeys(module for _, module in sorted(cells, key=lambda cell: _order(cell[1]))))
+    errors = np.array([max(row.output_error, 1e-9) for row in cells.values()])
+    norm = LogNorm(errors.min(), max(errors.max(), errors.min() * 1.0001))
+    colours = _matplotlib().colormaps["YlOrRd"]
+    figure, axes = _figure(max(3.4, 0.62 * len(modules) + 0.6), 0.22 * len(blocks) + 1.2)
+    titles = {}
+    for i, ((block, module), row) in enumerate(cells.items()):
+        x, y = modules.index(module), blocks.index(block)
+        worst = i == 0
+        axes.add_patch(
+            Rectangle(
+                (x + 0.03, y + 0.06),
+                0.94,
+                0.88,
+                facecolor=colours(norm(max(row.output_error, 1e-9))),
+                edgecolor=INK if worst else "none",
+                linewidth=2 if worst else 0,
+                zorder=3 if worst else 2,
+                gid=f"cell-{x}-{y}",
+            )
+        )
+        titles[f"cell-{x}-{y}"] = f"{row.name}: output error {percent(row.output_error)}, {row.snr_db:.1f} dB"
+        if worst:
+            axes.annotate(
+                "worst", (x + 0.5, y + 0.5), ha="center", va="center", color="white", fontsize=9, zorder=4
+            )
+    axes.set(xlim=(0, len(modules)), ylim=(len(blocks), 0))
+    axes.set_xticks(
+        [i + 0.5 for i in range(len(modules))], [_short(m) for m in modules], rotation=40, ha="left"
+    )
+    step = max(1, len(blocks) // 16)
+    axes.set_yticks([i + 0.5 for i in range(0, len(blocks), step)], [str(b) for b in blocks[::step]])
+    axes.set_ylabel("decoder block")
+    axes.xaxis.tick_top()
+    return _svg(figure, "Relative output error of every layer, by decoder block and module", titles)
+
+
+def histogram(folder: Folder, source: Source | None, name: str) -> str:
+    """Distribution of a layer's weights before and after, on one axis."""
+    after = DenseView(folder).read(f"{name}.weight").float()
+    row = next(row for row in folder.manifest["layers"] if row["name"] == name)
+    weight = None if source is None else source_weight(source, name, row)
+    before = None if weight is None else weight.float()
+    return draw_histogram(_short(name), before, after)
+
+
+def draw_histogram(label: str, before: Tensor | None, after: Tensor) -> str:
+    shown = after if before is None else before
+    edge = float(shown.abs().max()) or 1.0
+    edges = np.linspace(-edge, edge, BINS + 1)
+    figure, axes = _figure(4.2, 2.3)
+    if before is not None:
+        counts, _ = np.histogram(before.numpy(), edges)
+        axes.stairs(counts + 1, edges, fill=True, color=BEFORE, alpha=0.45, label="before", baseline=1)
+    counts, _ = np.histogram(after.numpy().clip(-edge, edge), edges)
+    axes.stairs(counts + 1, edges, color=AFTER, linewidth=1.2, label="after", baseline=1)
+    axes.set_yscale("log")
+    axes.set_xlabel("weight")
+    axes.set_ylabel("count + 1")
+    axes.set_title(label, fontsize=9, color=INK)
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+    return _svg(figure, f"Histogram of the weights of {label} before and after", {})
+
+
+def cell_of(name: str) -> tuple[int, str]:
+    """(block, module) of a layer name; layers outside of blocks are in block -1."""
+    found = re.search(r"\.(\d+)\.(.+)$", name)
+    if found is None:
+        return -1, name
+    return int(found[1]), re.sub(r"\.\d+\.", ".*.", found[2])
+
+
+_ORDER = ("q", "k", "v", "qkv", "query", "c_attn", "o", "dense", "out", "gate", "up", "gate_up", "c_fc", "fc1", "w1", "w3", "down", "w2", "fc2")  # fmt: skip
+
+
+def _order(module: str) -> tuple[int, str]:
+    leaf = module.rpartition(".")[2].removesuffix("_proj")
+    return (_ORDER.index(leaf) if leaf in _ORDER else len(_ORDER)), module
+
+
+def _short(name: str) -> str:
+    """The last two parts of a module name, without words that say nothing."""
+    parts = [
+        part for part in name.split(".") if part not in ("model", "layers", "self_attn", "mlp", "transformer")
+    ]
+    return ".".join(parts).removesuffix("_proj")
+
+
+def _matplotlib() -> Any:
+    import matplotlib
+
+    return matplotlib
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    """A figure that needs no display and no global state."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.tick_params(which="both", colors=INK, labelsize=9, length=0)
+    axes.xaxis.label.set(color=MUTED, fontsize=8)
+    axes.yaxis.label.set(color=MUTED, fontsize=8)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return figure, axes
+
+
+def _svg(figure: Any, label: str, titles: dict[str, str]) -> str:
+    """The figure as an <svg> element that scales with the page; titles show when the pointer rests on a gid."""
+    out = io.StringIO()
+    with _matplotlib().rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "lowbit", "font.family": "sans-serif"}
+    ):
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]
+    for colour, variable in VARIABLES.items():
+        svg = svg.replace(colour, variable)
+    for gid, text in titles.items():
+        svg = svg.replace(f'<g id="{gid}">', f'<g id="{gid}"><title>{escape(text)}</title>')
+    width = re.search(r'width="([\d.]+)pt"', svg)
+    style = f'style="max-width:{float(width[1]) * 1.5:.0f}px"' if width else ""
+    svg = re.sub(r'(width|height)="[\d.]+pt" ?', "", svg, count=2)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" {style} ', 1)
+
+
+# ---- text
+
+
+def percent(value: float) -> str:
+    # a no-break space: the sign stays with its number
+    return f"{100 * value:.{2 if value < 0.1 else 1}f}\u00a0%"
+
+
+def human_size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise SourceError(
+            f"{file}: not JSON ({e}); remove it or run the command that writes it again"
+        ) from None
