@@ -105,7 +105,7 @@ def test_the_same_input_gives_the_same_bytes_and_leaves_the_generators_alone(
     assert np.random.get_state()[1].tobytes() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])
     monkeypatch.setattr(ahead, "WORKERS", 1)
-    monkeypatch.setattr(pipeline, "IN_FLIGHT_BYTES", 1)
+    monkeypatch.setattr(ahead, "IN_FLIGHT_BYTES", 1)
     quantize(llama_folder, tmp_path / "b", RTN)
     assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
 
