@@ -1,6 +1,6 @@
 """Time `lowbit quantize` against its floor and against llm-compressor's model_free_ptq, turn about.
 
-    python benchmarks/pipeline.py MODEL --rounds 3 --rival-python VENV/bin/python --json results/pipeline-cpu.json
+    python benchmarks/pipeline.py MODEL --rounds 3 --rival-python VENV/bin/python --json results/cpu.json
 
 Each run is a process of its own, since that is what a user waits for; the seconds inside the work (imports
 excluded) and the peak RSS come from the process itself. Columns: floor (read every source byte, write as many

@@ -167,7 +167,7 @@ HEAVY = {"torch", "triton", "transformers", "datasets", "numpy", "yaml", "safete
         # typer itself needs pydantic to describe the types of options
         (["quantize", "--help"], HEAVY | {"lowbit_kernels"}),
     ],
-    ids=str,
+    ids=["help", "version", "help of a command"],
 )
 def test_help_imports_no_heavy_library(args: list[str], heavy: set[str], tmp_path: Path) -> None:
     assert not modules_after(HELP.format(args=args), tmp_path) & heavy

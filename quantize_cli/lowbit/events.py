@@ -23,11 +23,12 @@ class PlanReady:
 
 @dataclass(frozen=True)
 class Stage:
-    """A phase begins: read, calibrate, solve, verify, write, tune."""
+    """A phase begins: read, calibrate, solve, verify, write, tune. unit: what it counts, where not bytes."""
 
     name: str
     detail: str = ""
     total_bytes: int = 0
+    unit: str = "bytes"
 
     def to_json(self) -> dict[str, Any]:
         return {"event": "stage", **asdict(self)}

@@ -283,7 +283,7 @@ def _expert_candidates(info: TensorInfo, config: dict[str, Any]) -> list[_Candid
     parent, _, last = _module(info.name).rpartition(".")
     parts = FUSED_EXPERTS[last]
     experts, a, b = info.shape
-    hidden = text.get("hidden_size")
+    hidden = text.get("hidden_size", 0)
     if text.get("model_type") in EXPERTS_INTERLEAVED:
         raise PlanError(
             f"{info.name}: interleaved experts of {text['model_type']} are not supported; --exclude {last}"

@@ -189,6 +189,18 @@ def test_line_progress_prints_one_line_in_ten_seconds_with_rate_and_eta() -> Non
     ]
 
 
+def test_a_stage_may_count_something_else_than_bytes() -> None:
+    clock, console = Clock(), screen(200, terminal=False)
+    with LineProgress(console, clock) as lines:
+        lines.stage(Stage("eval", "2 texts", 8192, unit="tokens"))
+        clock.now += 16
+        lines.done(LayerDone("news", 2048))
+    assert shown(console).splitlines() == [
+        "eval: 2 texts, 8,192 tokens",
+        "eval  25%  2,048 tokens of 8,192 tokens  128 tokens/s  ETA 0:48  news",
+    ]
+
+
 def test_a_log_holds_no_control_codes_and_no_cut_names(capsys: pytest.CaptureFixture[str]) -> None:
     name = "model.layers.0.mlp.experts.127." + "x" * PLAIN_WIDTH
     with output(json=False, quiet=False) as out:

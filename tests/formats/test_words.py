@@ -70,18 +70,14 @@ def test_gptq_words_follow_the_definition(scheme, n, k, less):
     assert torch.equal(out["m.scales"].T, packed.scale)
 
 
-def parts_of(out):
-    """Stored tensors by suffix."""
-    return {name.removeprefix("m."): tensor for name, tensor in out.items()}
-
-
 @pytest.mark.parametrize(("scheme", "n", "k", "less"), GPTQ_CASES, ids=str)
 def test_gptq_comes_back_and_the_second_route_agrees(scheme, n, k, less):
     codes, packed = make_packed(scheme, n, k)
     out = gptq.encode("m", packed, less)
     assert_same(gptq.decode("m", out.__getitem__, scheme, (n, k), less), packed)
-    version = "gptq" if less else "gptq-v2"
-    other, order = second_route.decode_layer(version, parts_of(out), scheme, (n, k))
+    other, order = second_route.decode_layer(
+        "gptq", lambda suffix: out[f"m.{suffix}"], scheme, (n, k), gptq_v2=less == 0
+    )
     assert order is None
     assert torch.equal(other.codes, codes)
     assert other.zero_point is None or torch.equal(other.zero_point, packed.zero_point)
@@ -110,7 +106,7 @@ def test_awq_words_follow_the_definition(group):
     stored = int(out["m.qzeros"][0, 0]) & 0xFFFFFFFF
     assert [(stored >> (4 * i)) & 15 for i in range(8)] == packed.zero_point[AWQ_ORDER, 0].tolist()
     assert_same(awq.decode("m", out.__getitem__, scheme, (24, 64)), packed)
-    other, _ = second_route.decode_layer("awq", parts_of(out), scheme, (24, 64))
+    other, _ = second_route.decode_layer("awq", lambda suffix: out[f"m.{suffix}"], scheme, (24, 64))
     assert torch.equal(other.codes, codes)
     assert torch.equal(other.zero_point, packed.zero_point)
 
@@ -155,7 +151,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("question", "arguments", "answer"), REFUSALS, ids=str)
+@pytest.mark.parametrize(("question", "arguments", "answer"), REFUSALS)
 def test_refusals_say_why(question, arguments, answer):
     found = question(*arguments)
     assert (found is None) if answer is None else (answer in found)

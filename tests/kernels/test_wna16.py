@@ -85,7 +85,11 @@ def make_problem(case: Case, device: torch.device | str = "cpu") -> Tensors:
     expected = truth.matmul(x, codes, scale, zero, case.bits, bias)
 
     def put(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.to(device)
+        """The tensor on device, with NaN behind it: reading past its end shows."""
+        if tensor is None or not tensor.is_floating_point():
+            return None if tensor is None else tensor.to(device)
+        behind = torch.full((64, *tensor.shape[1:]), float("nan"), dtype=tensor.dtype)
+        return torch.cat([tensor, behind]).to(device)[: len(tensor)]
 
     words = truth.pack(codes, case.bits)
     weight = GemmWeight(put(words), put(scale), put(zero), case.bits, case.group_size, case.k)
@@ -110,6 +114,19 @@ def test_wna16_matches_float64(case, device):
     y = matmul(problem.x, problem.weight, problem.bias, out=out, config=config_for(case))
     assert y is out
     assert_close(y, problem.truth)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_every_code_and_zero_point_is_read_exactly(bits, device):
+    """Identity activations return the weight itself; at 3 bits some codes straddle two words."""
+    rows, columns = torch.arange(17)[:, None], torch.arange(96)[None, :]
+    codes = ((columns + rows) % 2**bits).to(torch.uint8)
+    zero = (rows * 15 % 2**bits).to(torch.uint8)
+    scale = torch.full((17, 1), 0.125, dtype=torch.float16)
+    words = truth.pack(codes, bits).to(device)
+    weight = GemmWeight(words, scale.to(device), zero.to(device), bits, 96, 96)
+    y = matmul(torch.eye(96, dtype=torch.float16, device=device), weight)
+    assert torch.equal(y.cpu().float(), (codes.float() - zero.float()).T / 8)
 
 
 @pytest.mark.gpu

@@ -43,6 +43,16 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 1024:.2f} GiB"
 
 
+def amount(count: float, unit: str) -> str:
+    """Bytes as size() writes them, anything else as 1,234 tokens."""
+    return size(count) if unit == "bytes" else f"{count:,.0f} {unit}"
+
+
+def rate(count: float, seconds: float, unit: str) -> str:
+    """What is done in a second; bytes always in GiB, so that rates can be compared."""
+    return f"{count / seconds / 2**30:.2f} GiB/s" if unit == "bytes" else f"{count / seconds:,.0f} {unit}/s"
+
+
 def counted(number: int, noun: str) -> str:
     """1 tensor, 2 tensors."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
@@ -177,22 +187,23 @@ def note_list(notes: list[str], most: int = 8) -> RenderableType:
 
 
 class _Done(ProgressColumn):
-    """Bytes done of bytes in all; nothing for a stage that counts none."""
+    """Done of all; nothing for a stage that does not count."""
 
     def render(self, task: Task) -> Text:
-        if not task.total or not task.fields["in_bytes"]:
+        unit = task.fields["unit"]
+        if not task.total or unit is None:
             return Text("")
-        return Text(f"{size(task.completed)} of {size(task.total)}", style="dim")
+        return Text(f"{amount(task.completed, unit)} of {amount(task.total, unit)}", style="dim")
 
 
 class _Rate(ProgressColumn):
-    """Source bytes a second since the stage began."""
+    """What was done a second since the stage began."""
 
     def render(self, task: Task) -> Text:
         seconds = task.finished_time if task.finished else task.elapsed
-        if not seconds or not task.completed or not task.fields["in_bytes"]:
+        if not seconds or not task.completed or task.fields["unit"] is None:
             return Text("")
-        return Text(f"{task.completed / seconds / 2**30:.2f} GiB/s", style="cyan")
+        return Text(rate(task.completed, seconds, task.fields["unit"]), style="cyan")
 
 
 class _Left(ProgressColumn):
@@ -245,11 +256,11 @@ class LiveProgress:
     def stage(self, stage: Stage) -> None:
         self._finish()
         self.layer = stage.detail
-        total, in_bytes = stage.total_bytes or None, stage.total_bytes > 0
+        total, unit = (stage.total_bytes, stage.unit) if stage.total_bytes else (None, None)
         if stage.name in self.tasks:
-            self.bars.reset(self.tasks[stage.name], total=total, in_bytes=in_bytes)
+            self.bars.reset(self.tasks[stage.name], total=total, unit=unit)
         else:
-            self.tasks[stage.name] = self.bars.add_task(stage.name, total=total, in_bytes=in_bytes)
+            self.tasks[stage.name] = self.bars.add_task(stage.name, total=total, unit=unit)
         self.live.start()
 
     def _finish(self) -> None:
@@ -282,7 +293,7 @@ class LineProgress:
     def stage(self, stage: Stage) -> None:
         self.now = stage
         self.began = self.printed = self.clock()
-        total = f", {size(stage.total_bytes)}" if stage.total_bytes else ""
+        total = f", {amount(stage.total_bytes, stage.unit)}" if stage.total_bytes else ""
         self._line(f"{stage.name}{': ' if stage.detail else ''}{stage.detail}{total}")
 
     def done(self, layer: LayerDone) -> None:
@@ -290,13 +301,13 @@ class LineProgress:
         if now - self.printed < SECONDS_BETWEEN_LINES:
             return
         self.printed = now
-        seconds, total = now - self.began, self.now.total_bytes
+        seconds, total, unit = now - self.began, self.now.total_bytes, self.now.unit
         parts = [self.now.name]
         if total and layer.done_bytes:
             left = seconds * (total - layer.done_bytes) / layer.done_bytes
             parts.append(f"{100 * layer.done_bytes / total:.0f}%")
-            parts.append(f"{size(layer.done_bytes)} of {size(total)}")
-            parts.append(f"{layer.done_bytes / seconds / 2**30:.2f} GiB/s")
+            parts.append(f"{amount(layer.done_bytes, unit)} of {amount(total, unit)}")
+            parts.append(rate(layer.done_bytes, seconds, unit))
             parts.append(f"ETA {duration(left)}")
         self._line("  ".join([*parts, layer.name]))
 
