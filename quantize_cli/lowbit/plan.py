@@ -183,7 +183,10 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
     _check_supported(layers, recipe)
     order = {name: i for i, name in enumerate(source.tensors)}
     copies.sort(key=lambda copy: order[copy.name])
-    return Plan(source.name, recipe, tuple(layers), tuple(copies), {}, source.notes + _notes(layers))
+    plan = Plan(source.name, recipe, tuple(layers), tuple(copies), {}, source.notes + _notes(layers))
+    # raises for a combination of layers that the format's config cannot state
+    FORMATS[recipe.format].quantization_config(plan.layers, plan.dense_linears)
+    return plan
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,10 @@ import torch
 from lowbit import decode as second_route
 from lowbit.checkpoint.formats import FORMATS, awq, format_of, gptq
 from lowbit.checkpoint.formats.patterns import patterns
+from lowbit.checkpoint.source import open_source
 from lowbit.errors import PlanError, SourceError
-from lowbit.plan import LayerPlan
+from lowbit.plan import LayerPlan, make_plan
+from lowbit.recipe import make_recipe
 from lowbit.scheme import PackedTensor, QuantScheme
 from lowbit_kernels.layout import pack_words
 
@@ -250,3 +252,12 @@ def test_patterns_match_the_names_and_no_other():
     found = patterns(chosen)
     assert len(found) < len(chosen) / 3
     assert {name for name in every if any(re.fullmatch(p, name) for p in found)} == set(chosen)
+
+
+def test_layers_that_awq_cannot_mix_are_refused_in_the_plan(build_llama):
+    """down_proj has 320 inputs, so its groups are 64: found before any weight is read."""
+    with open_source(str(build_llama(intermediate_size=320))) as source:
+        recipe = make_recipe(method="rtn", format="awq", sym=False)
+        with pytest.raises(PlanError, match="--group 64"):
+            make_plan(source, recipe)
+        assert make_plan(source, make_recipe(method="rtn", format="awq", sym=False, group=64)).layers

@@ -73,7 +73,9 @@ def quantization_config(layers: Sequence[LayerPlan], dense: Sequence[str]) -> di
     schemes = {layer.scheme for layer in layers}
     if len(schemes) > 1:
         found = ", ".join(sorted(map(str, schemes)))
-        raise PlanError(f"awq holds one scheme for the whole model, not {found}; use compressed-tensors")
+        raise PlanError(
+            f"awq holds one scheme for the whole model, not {found}; use --group 64 or another format"
+        )
     for name in dense:
         if hit := next((layer.name for layer in layers if name in layer.name), None):
             raise PlanError(
