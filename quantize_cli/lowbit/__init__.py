@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from lowbit.events import OnEvent
+    from lowbit.hub import push
+    from lowbit.runtime import load, patch_model
 
 __version__ = "0.1.0"
+__all__ = ["load", "patch_model", "push", "quantize"]
+
+# loaded on first use: `lowbit --help` imports neither torch nor transformers
+_HOMES = {"load": "runtime", "patch_model": "runtime", "push": "hub"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"lowbit.{_HOMES[name]}"), name)
 
 
 def quantize(

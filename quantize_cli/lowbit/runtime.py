@@ -1,0 +1,223 @@
+"""Quantized models that run: a transformers model whose linears multiply by packed weights.
+
+    model = lowbit.load("smollm2-int4-g128")         a folder that lowbit wrote, in any of its formats
+    lowbit.patch_model(model, QuantScheme())         a live model, in place
+
+On a GPU the product is the W4A16 kernel of lowbit_kernels, elsewhere the plain-torch reference, which is
+right and slow. Weights stay packed on both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.checkpoint.formats import format_of
+from lowbit.device import pick_device
+from lowbit.errors import PlanError, SourceError
+from lowbit.folder import DenseView, Folder, open_folder
+from lowbit.plan import LayerPlan
+from lowbit.scheme import PackedTensor, QuantScheme
+from lowbit.skeleton import Skeleton, Slot, build_skeleton, find_slots
+from lowbit.skeleton import load as load_tensors
+from lowbit_kernels.dispatch import GemmWeight
+from lowbit_kernels.functional import linear, quantize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class QuantLinear(nn.Module):
+    """y = x @ dequantized.T + bias for x [..., K]."""
+
+    words: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: GemmWeight, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.out_features, weight.in_features
+        self.bits, self.group_size = weight.bits, weight.group_size
+        self.register_buffer("words", weight.words, persistent=False)
+        self.register_buffer("scale", weight.scale, persistent=False)
+        self.register_buffer("zero_point", weight.zero_point, persistent=False)
+        self.register_parameter("bias", bias)
+
+    @property
+    def packed(self) -> GemmWeight:
+        return GemmWeight(
+            self.words, self.scale, self.zero_point, self.bits, self.group_size, self.in_features
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.packed, self.bias)
+
+    def extra_repr(self) -> str:
+        grid = "symmetric" if self.zero_point is None else "asymmetric"
+        return f"{self.in_features}, {self.out_features}, int{self.bits} {grid} g{self.group_size}"
+
+
+class QuantExperts(nn.Module):
+    """The experts of one layer as transformers calls them: two products around a gated activation, for the
+    tokens that the router sent to each expert."""
+
+    def __init__(
+        self, gate_up: list[QuantLinear], down: list[QuantLinear], act_fn: Callable[[Tensor], Tensor]
+    ):
+        super().__init__()
+        self.gate_up, self.down = nn.ModuleList(gate_up), nn.ModuleList(down)
+        self.act_fn = act_fn
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states: [T, H].  top_k_index, top_k_weights: [T, experts per token].  Returns [T, H]."""
+        out = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            token, place = torch.where(top_k_index == expert)
+            gate, up = self.gate_up[expert](hidden_states[token]).chunk(2, dim=-1)
+            y = self.down[expert](self.act_fn(gate) * up) * top_k_weights[token, place, None]
+            out.index_add_(0, token, y.to(out.dtype))
+        return out
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Return the transformers model of a folder that lowbit wrote, in any of its formats, ready to generate.
+
+    device: as in `--device`.  dtype: of activations and unquantized weights; None takes the checkpoint's.
+    Raises SourceError for a folder that is damaged or not quantized, PlanError for a model that transformers
+    does not know or a layer that it keeps in a form this runtime does not know.
+    """
+    folder = open_folder(path)
+    if folder.faults:
+        raise SourceError(f"{folder.path}: {folder.faults[0]}; run `lowbit verify {folder.path}`")
+    if not folder.layers:
+        raise SourceError(f"{folder.path}: not quantized; transformers loads it")
+    device = pick_device(device) if isinstance(device, str) else device
+    dtype = dtype or getattr(torch, folder.config.get("dtype") or folder.config["torch_dtype"])
+    view = DenseView(folder, dtype)
+    skeleton = build_skeleton(view, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    _place_quantized(skeleton, folder, device)
+    model: Any = skeleton.model
+    tied = model.all_tied_weights_keys
+    names = [name for name in model.state_dict() if name in skeleton.origins or name not in tied]
+    load_tensors(skeleton, view, names, lambda name, stored: dtype, device)
+    model.tie_weights()
+    if (folder.path / "generation_config.json").is_file():
+        model.generation_config = type(model.generation_config).from_pretrained(folder.path)
+    return model
+
+
+def _place_quantized(skeleton: Skeleton, folder: Folder, device: torch.device) -> None:
+    """Put a QuantLinear or QuantExperts in place of every module that holds quantized layers."""
+    layers = [
+        LayerPlan(layer.name, layer.shape, layer.scheme, "", f"{layer.name}.weight", layer.nbytes)
+        for layer in folder.layers.values()
+    ]
+    slots = find_slots(skeleton, layers)
+    by_module: dict[str, dict[str, list[tuple[Slot, str]]]] = defaultdict(lambda: defaultdict(list))
+    for name in folder.layers:
+        if name not in slots:
+            raise PlanError(
+                f"{name}: transformers has no place for this layer in {type(skeleton.model).__name__}"
+            )
+        path, _, leaf = slots[name].param.rpartition(".")
+        by_module[path][leaf].append((slots[name], name))
+    for path, params in by_module.items():
+        module: Any = skeleton.model.get_submodule(path)
+        replacement: nn.Module
+        if set(params) == {"weight"} and all(slot.expert is None for slot, _ in params["weight"]):
+            replacement = _read_linear(folder, params["weight"], device, getattr(module, "bias", None))
+        elif set(params) == {"gate_up_proj", "down_proj"} == {name for name, _ in module.named_parameters()}:
+            gate_up, down = (
+                _read_experts(folder, params[leaf], device) for leaf in ("gate_up_proj", "down_proj")
+            )
+            replacement = QuantExperts(gate_up, down, module.act_fn)
+        else:
+            raise PlanError(
+                f"{path}: a {type(module).__name__} with {', '.join(params)} is not known to lowbit.load"
+            )
+        skeleton.model.set_submodule(path, replacement)
+
+
+def _read_experts(
+    folder: Folder, parts: Iterable[tuple[Slot, str]], device: torch.device
+) -> list[QuantLinear]:
+    by_expert: dict[int, list[tuple[Slot, str]]] = defaultdict(list)
+    for slot, name in parts:
+        assert slot.expert is not None
+        by_expert[slot.expert].append((slot, name))
+    return [_read_linear(folder, by_expert[expert], device, None) for expert in sorted(by_expert)]
+
+
+def _read_linear(
+    folder: Folder, parts: list[tuple[Slot, str]], device: torch.device, bias: nn.Parameter | None
+) -> QuantLinear:
+    """One QuantLinear from the layers that transformers stacks into it, in the order of their rows."""
+    parts = sorted(parts, key=lambda part: part[0].rows or (0, 0))
+    pieces = [_read_layer(folder, name) for _, name in parts]
+    if len({piece.scheme for piece in pieces}) > 1:
+        raise PlanError(f"{parts[0][1]}: stacked with {parts[1][1]}, which has another scheme")
+    scheme, k = pieces[0].scheme, pieces[0].in_features
+    zeros = [piece.zero_point for piece in pieces if piece.zero_point is not None]
+    weight = GemmWeight(
+        torch.cat([piece.words for piece in pieces]).to(device),
+        torch.cat([piece.scale for piece in pieces]).to(device),
+        torch.cat(zeros).to(device) if zeros else None,
+        scheme.bits,
+        scheme.width(k),
+        k,
+    )
+    return QuantLinear(weight, bias)
+
+
+def _read_layer(folder: Folder, name: str) -> PackedTensor:
+    format, layer = format_of(folder.config["quantization_config"]), folder.layers[name]
+    return format.decode(name, folder.read, layer.scheme, layer.shape)
+
+
+def patch_model(
+    model: nn.Module, scheme: QuantScheme, *, skip: Callable[[str], bool] = lambda name: False
+) -> dict[str, str | None]:
+    """Replace the nn.Linear modules of a live model by QuantLinear, rounded to nearest; in place.
+
+    The output layer, and whatever `skip` says True to by name, stays. Weights are quantized where they are,
+    one at a time; model.to(device) afterwards moves the packed ones.
+    Returns every linear's name and None, or the reason why it was left as it is.
+    """
+    from transformers import PreTrainedModel
+
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    outcome: dict[str, str | None] = {}
+    for name, module in linears.items():
+        outcome[name] = _reason_to_leave(module, scheme, is_head=module is head, skipped=skip(name))
+        if outcome[name] is None:
+            dtype = module.weight.dtype
+            width = scheme.width(module.in_features)
+            words, scale, zero = quantize(module.weight.data, scheme.bits, width, scheme.symmetric, dtype)
+            weight = GemmWeight(words, scale, zero, scheme.bits, width, module.in_features)
+            model.set_submodule(name, QuantLinear(weight, module.bias))
+    return outcome
+
+
+def _reason_to_leave(module: nn.Linear, scheme: QuantScheme, is_head: bool, skipped: bool) -> str | None:
+    if is_head:
+        return "the output layer"
+    if skipped:
+        return "skipped"
+    try:
+        scheme.width(module.in_features)
+    except PlanError as e:
+        return str(e)
+    return None

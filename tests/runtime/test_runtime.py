@@ -1,0 +1,185 @@
+"""lowbit.load and patch_model against models whose weights were dequantized by the second route."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lowbit import load, patch_model
+from lowbit.errors import PlanError, SourceError
+from lowbit.folder import DenseView, open_folder
+from lowbit.pipeline import quantize
+from lowbit.recipe import make_recipe
+from lowbit.runtime import QuantLinear
+from lowbit.scheme import QuantScheme
+from lowbit_kernels.reference import dequantize, quantize_groups
+
+IDS = torch.tensor([[3, 17, 254, 90, 8, 401, 77, 5], [9, 9, 9, 300, 12, 44, 2, 511]])
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 64,
+    # large enough for the logits to differ, so that a wrong nibble shows
+    "initializer_range": 0.1,
+}
+HEADS = {"head_dim": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+MODELS = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2, biases": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", HEADS),
+    "gemma3, tied": ("Gemma3TextConfig", HEADS | {"query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    "phi3, fused": ("Phi3Config", {"pad_token_id": 0}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3MoeConfig", HEADS | EXPERTS),
+    "gpt2, Conv1D": (
+        "GPT2Config",
+        {"n_embd": 128, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1},
+    ),
+}
+
+
+def build(name, folder):
+    import transformers
+
+    kind, own = MODELS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = getattr(transformers, kind)(**(SHAPE | own))
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    # biases of 0 and norms of 1 would hide a lost one
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def dense_logits(folder, tmp_path):
+    """By from_pretrained, from a plain checkpoint with the decoded weights."""
+    from transformers import AutoModelForCausalLM
+
+    view = DenseView(open_folder(folder))
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    transposed = {
+        row["name"] for row in json.loads((folder / "lowbit.json").read_text())["layers"] if row["transposed"]
+    }
+    tensors = {
+        name: (
+            view.read(name).T if name.removesuffix(".weight") in transposed else view.read(name)
+        ).contiguous()
+        for name in view.tensors
+    }
+    save_file(tensors, dense / "model.safetensors", {"format": "pt"})
+    (dense / "config.json").write_text(json.dumps(view.config))
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()(IDS).logits
+
+
+def close(a, b):
+    # fp32 on both sides; only the order of the sums differs
+    return float((a - b).abs().max()) <= 1e-4 * float(b.abs().max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loaded_model_agrees_with_its_dequantized_weights(name, tmp_path):
+    out = tmp_path / "out"
+    quantize(build(name, tmp_path / "model"), out, make_recipe(method="rtn", device="cpu", group=64))
+    truth = dense_logits(out, tmp_path)
+    model = load(out, device="cpu")
+    with torch.no_grad():
+        assert close(model(IDS).logits, truth)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear)}
+    packed = sum(m.words.nbytes for m in linears.values())
+    assert packed == sum(layer.shape[0] * layer.shape[1] // 2 for layer in open_folder(out).layers.values())
+    # a planted fault: one nibble of one layer
+    next(iter(linears.values())).words[0, 0] ^= 0xF
+    with torch.no_grad():
+        assert not close(model(IDS).logits, truth)
+
+
+FORMATS = [
+    {"format": "gptq"},
+    {"format": "gptq-v2", "sym": False, "bits": 3},
+    {"format": "awq", "sym": False},
+    {"format": "compressed-tensors", "sym": False, "group": -1},
+    {"format": "compressed-tensors", "bits": 8, "group": 32},
+    {"format": "gptq", "rules": [{"match": "re:.*mlp.*", "bits": 8}]},
+]
+
+
+@pytest.mark.parametrize("recipe", FORMATS, ids=str)
+def test_every_format_runs(recipe, tmp_path):
+    out = tmp_path / "out"
+    quantize(
+        build("llama", tmp_path / "model"),
+        out,
+        make_recipe(method="rtn", device="cpu", **{"group": 64} | recipe),
+    )
+    with torch.no_grad():
+        assert close(load(out, device="cpu")(IDS).logits, dense_logits(out, tmp_path))
+
+
+def test_loaded_model_generates_and_keeps_its_generation_config(llama_folder, tmp_path):
+    settings = json.dumps({"max_new_tokens": 5, "do_sample": False, "eos_token_id": 511, "pad_token_id": 1})
+    (llama_folder / "generation_config.json").write_text(settings)
+    quantize(llama_folder, tmp_path / "out", make_recipe(method="rtn", device="cpu"))
+    model = load(tmp_path / "out", device="cpu")
+    assert model.dtype == torch.bfloat16
+    assert model.generate(IDS[:1]).shape[1] <= 8 + 5
+    assert model.generation_config.max_new_tokens == 5
+
+
+def test_what_cannot_be_loaded_says_why(llama_folder, tmp_path):
+    with pytest.raises(SourceError, match="not quantized"):
+        load(llama_folder)
+    with pytest.raises(SourceError, match="no such folder"):
+        load(tmp_path / "absent")
+    quantize(llama_folder, tmp_path / "out", make_recipe(method="rtn", device="cpu"))
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(SourceError, match="lowbit verify"):
+        load(tmp_path / "out")
+
+
+def test_patch_rounds_every_linear_in_place_but_the_head(llama_folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32).eval()
+    truth = AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32).eval()
+    outcome = patch_model(model, QuantScheme(4, 128), skip=lambda name: "layers.1.mlp" in name)
+    assert outcome["lm_head"] == "the output layer"
+    assert outcome["model.layers.1.mlp.up_proj"] == "skipped"
+    patched = [name for name, reason in outcome.items() if reason is None]
+    assert len(patched) == 11
+    for name in patched:
+        linear = truth.get_submodule(name)
+        codes, scale, _ = quantize_groups(linear.weight.data, 4, 128, True, torch.float32)
+        linear.weight.data = dequantize(codes, scale, None, 4)
+        assert isinstance(model.get_submodule(name), QuantLinear)
+    with torch.no_grad():
+        assert close(model(IDS).logits, truth(IDS).logits)
+
+
+def test_patch_leaves_what_groups_do_not_fill():
+    model = torch.nn.Sequential(torch.nn.Linear(96, 32), torch.nn.Linear(32, 32))
+    outcome = patch_model(model, QuantScheme(4, 64))
+    assert set(outcome) == {"0", "1"}
+    assert all("not a multiple of group size 64" in reason for reason in outcome.values())
+    assert patch_model(model, QuantScheme(4, -1, symmetric=False)) == {"0": None, "1": None}
+
+
+def test_stacked_layers_of_unlike_schemes_are_refused(tmp_path):
+    rules = [{"match": "re:.*experts\\.0\\.up_proj", "bits": 8}]
+    recipe = make_recipe(method="rtn", device="cpu", group=64, rules=rules, allow_mixed_fused=True)
+    quantize(build("qwen3_moe", tmp_path / "model"), tmp_path / "out", recipe)
+    with pytest.raises(PlanError, match="another scheme"):
+        load(tmp_path / "out", device="cpu")
