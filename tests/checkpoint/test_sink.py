@@ -509,6 +509,13 @@ def test_a_read_only_disk_is_one_line(small_disk: Path) -> None:
         pass
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_one_line(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with pytest.raises(OutputError, match="Permission denied; choose an --out"), Sink(tmp_path / "out", KEY):
+        pass
+
+
 def test_a_file_size_limit_is_one_line_and_can_be_continued(tmp_path: Path) -> None:
     units, out = make_units(), tmp_path / "out"
     clean = write_all(tmp_path / "clean", units, units=list(units))

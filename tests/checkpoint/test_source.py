@@ -312,7 +312,7 @@ def test_safetensors_is_preferred_and_said(llama_folder: Path) -> None:
     torch.save({"other": torch.zeros(1)}, llama_folder / "pytorch_model.bin")
     with open_source(str(llama_folder)) as source:
         assert "other" not in source.tensors
-        assert source.notes == ("pytorch_model.bin is there too and was not used",)
+        assert source.notes == ("other weights, not used and not copied: pytorch_model.bin",)
         assert not any(path.suffix == ".bin" for path in source.side_files)
 
 
@@ -383,6 +383,7 @@ def test_side_files_are_everything_but_weights_and_what_is_rewritten(llama_folde
         names = {str(path.relative_to(llama_folder)) for path in source.side_files}
         assert set(source.sha256()) == {*names, "model.safetensors", "config.json"}
     tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
+    assert source.notes == ("other weights, not used and not copied: training.pt, old/model.safetensors",)
     assert names == tokenizer | {"LICENSE", "a.png", "1_Pooling/config.json"}
 
 

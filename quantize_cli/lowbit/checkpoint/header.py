@@ -72,6 +72,14 @@ class TensorInfo:
     offset: int
 
 
+@dataclass(frozen=True)
+class StridedInfo(TensorInfo):
+    """A tensor whose elements need not be adjacent: [offset, offset + span) of the file holds them all."""
+
+    stride: tuple[int, ...] = ()
+    span: int = 0
+
+
 def read_json(path: Path, text: bytes | None = None) -> dict[str, Any]:
     """Return the JSON object in path (or in text, which came from it).
 

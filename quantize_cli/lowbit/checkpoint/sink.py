@@ -281,6 +281,11 @@ class Sink:
                 raise OutputError(f"{self.out}: another run is writing it; wait for it or stop it") from None
             except FileNotFoundError:
                 pass
+            except OSError as e:
+                # some network file systems have no locks; going on without is better than not at all
+                if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+                break
             os.close(fd)
         self._resources.callback(os.close, fd)
         self._resources.callback(self._clean_up)

@@ -22,7 +22,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from lowbit.checkpoint.header import DTYPES, NARROW, TensorInfo, pread_into, read_header, read_json
+from lowbit.checkpoint.header import (
+    DTYPES,
+    NARROW,
+    StridedInfo,
+    TensorInfo,
+    pread_into,
+    read_header,
+    read_json,
+)
 from lowbit.errors import SourceError
 
 if TYPE_CHECKING:
@@ -216,7 +224,7 @@ def _open_folder(model: str, folder: Path, trust_remote_code: bool) -> Source:
         raise SourceError(f"{folder}: no config.json; {_what_is_there(folder)}")
     _refuse_quantized(folder / "config.json", config)
     code = _custom_code(folder, config, trust_remote_code)
-    weights, index, notes = _weight_files(folder)
+    weights, index = _weight_files(folder)
     if weights[0].suffix == ".bin":
         from lowbit.checkpoint.torch_bin import read_pickle
 
@@ -225,33 +233,36 @@ def _open_folder(model: str, folder: Path, trust_remote_code: bool) -> Source:
         infos = [info for path in weights for info in read_header(path)]
     tensors = _by_name(folder, infos, index)
     _check_tensors(folder, config, tensors)
-    side_files = _side_files(folder, code)
+    side_files, other_weights = _side_files(folder, code)
+    unused = [name for name in other_weights if folder / name not in weights]
     files = (*weights, *([index] if index else []), folder / "config.json", *side_files)
-    resources = contextlib.ExitStack()
-    descriptors = {str(path): _open_descriptor(path, resources) for path in weights}
+    notes = (f"other weights, not used and not copied: {', '.join(unused)}",) if unused else ()
+    with contextlib.ExitStack() as resources:
+        descriptors = {str(path): _open_descriptor(path, resources) for path in weights}
 
-    def read(info: TensorInfo) -> Tensor:
-        return _read_plain(descriptors[info.file], info)
+        def read(info: TensorInfo) -> Tensor:
+            return _read_plain(descriptors[info.file], info)
 
-    return Source(model, folder, config, tensors, side_files, files, tuple(notes), read, resources)
+        return Source(model, folder, config, tensors, side_files, files, notes, read, resources.pop_all())
 
 
 def _open_gguf(model: str, path: Path) -> Source:
     from lowbit.checkpoint.gguf import GgufInfo, read_gguf, read_gguf_tensor, write_side_files
 
     found = read_gguf(path)
-    resources = contextlib.ExitStack()
-    folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="lowbit-gguf-")))
-    side_files = tuple(write_side_files(found, folder))
-    descriptor = _open_descriptor(path, resources)
     tensors = {info.name: info for info in found.tensors}
-
-    def read(info: TensorInfo) -> Tensor:
-        assert isinstance(info, GgufInfo)
-        return read_gguf_tensor(descriptor, info)
-
     notes = (f"{path.name}: weights are dequantized to float16",)
-    return Source(model, folder, found.config, tensors, side_files, (path,), notes, read, resources)
+    with contextlib.ExitStack() as resources:
+        folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="lowbit-gguf-")))
+        side_files = tuple(write_side_files(found, folder))
+        descriptor = _open_descriptor(path, resources)
+
+        def read(info: TensorInfo) -> Tensor:
+            assert isinstance(info, GgufInfo)
+            return read_gguf_tensor(descriptor, info)
+
+        kept = resources.pop_all()
+        return Source(model, folder, found.config, tensors, side_files, (path,), notes, read, kept)
 
 
 def _open_descriptor(path: Path, resources: contextlib.ExitStack) -> int:
@@ -268,11 +279,11 @@ def _read_plain(descriptor: int, info: TensorInfo) -> Tensor:
     import torch
 
     dtype = getattr(torch, DTYPES[info.dtype][0])
-    span = getattr(info, "span", info.nbytes)
+    span = info.span if isinstance(info, StridedInfo) else info.nbytes
     data = _allocate(span)
     pread_into(descriptor, data.numpy(), info.offset, info.file)
-    if stride := getattr(info, "stride", None):
-        return data.view(dtype).as_strided(info.shape, stride).contiguous()
+    if isinstance(info, StridedInfo):
+        return data.view(dtype).as_strided(info.shape, info.stride).contiguous()
     return data.view(dtype).reshape(info.shape)
 
 
@@ -304,8 +315,8 @@ def _what_is_there(folder: Path) -> str:
     return "pass a folder written by save_pretrained"
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], Path | None, list[str]]:
-    """Return the weight files in order, their index if there is one, and notes; safetensors is preferred."""
+def _weight_files(folder: Path) -> tuple[list[Path], Path | None]:
+    """Return the weight files in order and their index if there is one; safetensors is preferred."""
     kinds = [
         (folder / "model.safetensors", folder / "model.safetensors.index.json"),
         (folder / "pytorch_model.bin", folder / "pytorch_model.bin.index.json"),
@@ -318,9 +329,8 @@ def _weight_files(folder: Path) -> tuple[list[Path], Path | None, list[str]]:
             f"{folder}: no model.safetensors, pytorch_model.bin or index of either{seen}; download it again"
         )
     single, index = found[0]
-    notes = [f"{other.name} is there too and was not used" for other, _ in found[1:]]
     if not index.exists():
-        return [single], None, notes
+        return [single], None
     weight_map = _weight_map(index)
     files = [folder / name for name in sorted(set(weight_map.values()))]
     if single.exists() and single not in files:
@@ -331,7 +341,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], Path | None, list[str]]:
         if not path.is_file():
             name = next(name for name, file in weight_map.items() if file == path.name)
             raise SourceError(f"{index}: {path.name}, for {name}, is not there; download it again")
-    return files, index, notes
+    return files, index
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -448,15 +458,23 @@ def _custom_code(folder: Path, config: dict[str, Any], trusted: bool) -> list[Pa
         # owner/repo--module.Class is code that stays on the Hub
         if "--" not in name and not (folder / module).is_file():
             raise SourceError(f"{folder}: {module}, for {name} in auto_map, is not there; download it again")
-    return sorted(folder.rglob("*.py")) if classes else []
+    if not classes:
+        return []
+    found = folder.rglob("*.py")
+    return sorted(p for p in found if not any(part[0] == "." for part in p.relative_to(folder).parts))
 
 
-def _side_files(folder: Path, code: list[Path]) -> tuple[Path, ...]:
-    """Return what is copied byte for byte: all files but weights, those of subfolders without weights too."""
-    files = {*code}
+def _side_files(folder: Path, code: list[Path]) -> tuple[tuple[Path, ...], list[str]]:
+    """Return what is copied byte for byte, and the names of the weights that are not part of this model.
+
+    A subfolder with weights is another model, or this one in another format, and stays behind as a whole.
+    """
+    files, weights = {*code}, []
     for root, folders, names in os.walk(folder):
         here = Path(root)
-        if here != folder and any(name.endswith(WEIGHT_SUFFIXES) for name in names):
+        found = [here / name for name in sorted(names) if name.endswith(WEIGHT_SUFFIXES)]
+        weights += [path.relative_to(folder).as_posix() for path in found]
+        if here != folder and found:
             folders.clear()
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -467,4 +485,4 @@ def _side_files(folder: Path, code: list[Path]) -> tuple[Path, ...]:
             and not name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
             and not (here == folder and name in REWRITTEN)
         }
-    return tuple(sorted(path for path in files if path.is_file()))
+    return tuple(sorted(path for path in files if path.is_file())), weights

@@ -7,24 +7,15 @@ notes at which byte of the file each storage starts. Reading is then the same as
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowbit.checkpoint.header import TORCH_NAMES, TensorInfo
+from lowbit.checkpoint.header import TORCH_NAMES, StridedInfo
 from lowbit.errors import SourceError
 
 NAMES = TORCH_NAMES | {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-
-
-@dataclass(frozen=True)
-class StridedInfo(TensorInfo):
-    """A tensor whose elements need not be adjacent: [offset, offset + span) of the file holds them all."""
-
-    stride: tuple[int, ...] = ()
-    span: int = 0
 
 
 def read_pickle(path: Path) -> list[StridedInfo]:
