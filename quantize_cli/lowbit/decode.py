@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 _CHUNK = 1 << 18
-_WEIGHTS = (np.arange(1, _CHUNK + 1, dtype=np.int64) * 0x9E3779B1) % (1 << 31) | 1
+_WEIGHTS = (torch.arange(1, _CHUNK + 1) * 0x9E3779B1) % (1 << 31) | 1
 
 
 def checksum(tensor: Tensor) -> str:
@@ -45,18 +44,17 @@ def checksum(tensor: Tensor) -> str:
     A changed word changes the sum by less than 2^63 in magnitude and never by 0; so does the exchange of two
     different words within 2^18 words of each other. Independent of device and of how the tensor is packed.
     """
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    words = np.pad(raw, (0, -len(raw) % 4)).view(np.int32) if len(raw) % 4 else raw.view(np.int32)
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = len(raw) // (4 * _CHUNK) * (4 * _CHUNK)
+    chunks = raw[:whole].view(torch.int32).view(-1, _CHUNK)
+    rest = torch.nn.functional.pad(raw[whole:], (0, 4 * _CHUNK - (len(raw) - whole))).view(torch.int32)
+    weights = _WEIGHTS.to(raw.device)
     total = 0
-    for start in range(0, len(words), _CHUNK):
-        part = words[start : start + _CHUNK].astype(np.int64)
-        total = total * 3 + int(np.dot(part, _WEIGHTS[: len(part)]))
+    # integer arithmetic wraps at 2^64, on every device
+    for part in (*chunks.split(1 if raw.device.type == "cpu" else 64), rest[None]):
+        for chunk_sum in torch.mul(part, weights).sum(1).tolist():
+            total = total * 3 + chunk_sum
     return f"{total % (1 << 64):016x}"
-
-
-def file_checksum(path: Path) -> str:
-    """Return the checksum of a small file's bytes."""
-    return checksum(torch.frombuffer(bytearray(path.read_bytes() or b"\0"), dtype=torch.uint8))
 
 
 def checksums(quantized: QuantizedTensor) -> dict[str, str]:
