@@ -6,20 +6,16 @@ kernels.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from lowbit_kernels.dispatch import matmul
-from torch import Tensor, nn
 
+from lowbit import runtime
 from lowbit.device import pick_device
 from lowbit.evaluate import load_model, load_tokenizer, open_weights
-from lowbit.folder import DenseView, decode, for_kernel
-from lowbit.skeleton import Skeleton, WeightSource
-from lowbit.validate import GemmWeight, gemm_weight
+from lowbit.folder import DenseView
 
 
 @dataclass(frozen=True)
@@ -62,10 +58,12 @@ def _continue(path: str | Path, prompt: str, max_new_tokens: int, chat: bool, de
             message = [{"role": "user", "content": prompt}]
             prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).to(device)
-        skeleton = load_model(weights, device)
+        model: Any
         if device.type == "cuda" and isinstance(weights, DenseView):
-            use_kernels(skeleton, weights)
-        output = skeleton.model.generate(
+            model = runtime.load(weights.path, device=device)
+        else:
+            model = load_model(weights, device).model
+        output = model.generate(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
             max_new_tokens=max_new_tokens,
@@ -75,35 +73,3 @@ def _continue(path: str | Path, prompt: str, max_new_tokens: int, chat: bool, de
             else tokenizer.eos_token_id,
         )
     return tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-
-
-class PackedLinear(nn.Module):
-    """A linear layer whose weight stays packed: y = x W^T + bias by the W4A16 kernel."""
-
-    def __init__(self, weight: GemmWeight, bias: Tensor | None) -> None:
-        super().__init__()
-        self.packed = weight
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return matmul(x, self.packed, self.bias)
-
-
-def use_kernels(skeleton: Skeleton, weights: DenseView) -> int:
-    """Replace the linears of quantized layers by PackedLinear; return how many.
-
-    Layers that transformers fuses (experts) or that have activation order keep their decoded weights.
-    """
-    model, count = skeleton.model, 0
-    for name in weights.folder.layers:
-        if f"{name}.weight" not in skeleton.origins or not isinstance(model.get_submodule(name), nn.Linear):
-            continue
-        linear, parts = model.get_submodule(name), weights.folder.parts(name)
-        quantized, order = decode(weights.folder.layers[name], parts)
-        if order is not None:
-            continue
-        packed = gemm_weight(for_kernel(parts, quantized), linear.weight.device)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, PackedLinear(packed, linear.bias))
-        count += 1
-    return count

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 MANIFEST = "lowbit.json"
 
+# files that `lowbit tune` writes again after the manifest recorded them
+TUNED = {"lowbit_kernels.json"}
+
 # heading of a model card below which the source's text stands
 BASE_CARD = "## The card of the base model"
 
@@ -159,11 +162,14 @@ def _listed_files(folder: Path) -> dict[str, str]:
     for name in files:
         if not (folder / name).is_file():
             raise HubError(f"{folder / name}: listed in {MANIFEST} but absent; quantize again")
-    return files | {MANIFEST: hashlib.sha256(text).hexdigest()}
+    changed = {name: (folder / name).read_bytes() for name in (MANIFEST, *(TUNED & set(files)))}
+    return files | {name: hashlib.sha256(data).hexdigest() for name, data in changed.items()}
 
 
 def _files_below(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    """Paths in the folder, less the hidden ones, which git and the Hub client leave in a download."""
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return {name for name in names if "/." not in f"/{name}"}
 
 
 def _open_repo(api: HfApi, repo_id: str, private: bool, revision: str | None, create_pr: bool) -> str:

@@ -226,6 +226,8 @@ def check_structure(folder: Folder) -> Iterator[Fault]:
     present = {file.relative_to(folder.path).as_posix() for file in folder.path.rglob("*") if file.is_file()}
     for name in sorted(listed - present):
         yield Fault("structure", name, "is missing from the folder")
+    # hidden files are git's and the Hub client's own (.gitattributes, .cache/huggingface), in every download
+    present = {name for name in present if "/." not in f"/{name}"}
     for name in sorted(present - listed - LATER_FILES) if listed else ():
         yield Fault("structure", name, "is in the folder but not in the manifest")
 

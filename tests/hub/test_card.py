@@ -102,7 +102,9 @@ def test_local_source_names_no_base_model_and_hides_the_path(manifest, tmp_path)
 
 
 def test_quality_shows_the_worst_layer_and_the_evaluation(manifest):
-    manifest["layers"].append(copy.deepcopy(ROW) | {"name": "worse", "errors": {"weight_error": 0.375, "output_error": 0.25}})
+    manifest["layers"].append(
+        copy.deepcopy(ROW) | {"name": "worse", "errors": {"weight_error": 0.375, "output_error": 0.25}}
+    )
     manifest["layers"].append(copy.deepcopy(ROW) | {"name": "unmeasured", "errors": None})
     manifest["eval"] = {"perplexity": 17.25}
     card = model_card(manifest, None)

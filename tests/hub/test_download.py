@@ -90,7 +90,9 @@ def test_nothing_reachable_and_nothing_cached(server) -> None:
         download("me/llama", endpoint="http://127.0.0.1:9")
 
 
-@pytest.mark.parametrize(("status", "words"), [(401, "answered 401; renew the token"), (500, "the Hub answered 500")])
+@pytest.mark.parametrize(
+    ("status", "words"), [(401, "answered 401; renew the token"), (500, "the Hub answered 500")]
+)
 def test_refusals_are_one_line_without_the_token(status, words, publish, server, caplog) -> None:
     publish()
     server.fail("GET", "/api/models/", status, times=99)

@@ -12,6 +12,9 @@ from huggingface_hub import snapshot_download
 
 from lowbit import events, hub
 from lowbit.errors import GateError, HubError
+from lowbit.pipeline import quantize
+from lowbit.recipe import make_recipe
+from lowbit.verify import verify
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -60,6 +63,35 @@ def test_every_file_arrives_and_comes_back_byte_for_byte(server, folder, tmp_pat
     snapshot_download("me/m-int4", local_dir=back, endpoint=server.url)
     fetched = {name: data for name, data in local_files(back).items() if not name.startswith(".cache/")}
     assert fetched == local_files(folder)
+
+
+def test_quantized_model_survives_the_journey(server, llama_folder, tmp_path):
+    """With the real verify on both ends; a damaged folder does not leave."""
+    out = tmp_path / "out"
+    quantize(llama_folder, out, make_recipe(method="rtn", device="cpu"))
+    hub.push(out, "me/m", endpoint=server.url)
+    back = tmp_path / "back"
+    snapshot_download("me/m", local_dir=back, endpoint=server.url)
+    report = verify(back)
+    assert report.ok, report.failures
+    assert set(server.repos["me/m"].files("main")) == {path.name for path in out.iterdir()}
+
+    shard = out / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1000] ^= 1
+    shard.write_bytes(data)
+    before = len(server.requests)
+    with pytest.raises(GateError, match="run `lowbit verify"):
+        hub.push(out, "me/m", endpoint=server.url)
+    assert len(server.requests) == before
+
+
+def test_tuned_kernels_are_sent_as_they_are_now(server, folder):
+    (folder / "lowbit_kernels.json").write_text("untuned")
+    write_manifest(folder)
+    (folder / "lowbit_kernels.json").write_text("tuned")
+    push(server, folder)
+    assert server.file("me/m-int4", "lowbit_kernels.json") == b"tuned"
 
 
 def test_repo_without_owner_goes_to_the_user(server, folder):
