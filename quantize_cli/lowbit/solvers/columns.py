@@ -10,6 +10,8 @@ independent lanes. Codes are kept signed, code - zero_point, as float32: v = cod
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,10 +19,8 @@ from torch import Tensor
 
 # columns per block: between blocks errors travel by matrix products
 BLOCK = 128
-# on a CPU errors travel one rank-1 update at a time within strips of so many columns, by products beyond; an
-# update is kept under the 2^15 elements from which PyTorch wakes a second thread, which costs more than it
+# on a CPU errors travel one rank-1 update at a time within strips of so many columns, by products beyond
 _STRIP = 16
-_STRIP_ELEMENTS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,34 @@ def round_block(
         from lowbit_kernels.solve import round_block as kernel
 
         return kernel(target, base, feed, step, low, high, codes)
-    width, lanes = target.shape
-    strip = max(4, min(_STRIP, _STRIP_ELEMENTS // lanes))
+    with _one_thread():
+        return _round_block_cpu(target, base, feed, step, low, high, codes)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep PyTorch on this thread: waking another one costs more than a column's arithmetic, and on a busy
+    machine twenty times more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _round_block_cpu(
+    target: Tensor, base: Tensor, feed: Tensor, step: Tensor, low: Tensor, high: Tensor, codes: Tensor
+) -> Tensor:
+    """round_block in PyTorch."""
+    width = target.shape[0]
     delta = torch.empty_like(target)
     against = base.neg()
     # one list per operand: indexing a tensor costs as much as the arithmetic on a column
     t, s, lo, hi, q, d, b = (x.unbind(0) for x in (target, step, low, high, codes, delta, against))
     weights = feed[:, :, None]
-    for first in range(0, width, strip):
-        last = min(first + strip, width)
+    for first in range(0, width, _STRIP):
+        last = min(first + _STRIP, width)
         for j in range(first, last):
             torch.div(t[j], s[j], out=q[j]).round_().clamp_(lo[j], hi[j])
             torch.addcmul(b[j], q[j], s[j], out=d[j])
