@@ -198,11 +198,15 @@ def main() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(source.path)
     calibration = token_rows(tokenizer, args.calib, args.samples, args.length)
     texts = {"eval": args.eval} | ({"second": args.second} if args.second else {})
-    rows = {name: token_rows(tokenizer, path, args.rows, args.length).to(device) for name, path in texts.items()}
+    rows = {
+        name: token_rows(tokenizer, path, args.rows, args.length).to(device) for name, path in texts.items()
+    }
     if args.delattice:
         source = off_the_lattice(source, make_plan(source, Recipe(method="rtn", group=64)).layers)
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32).to(device).eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32).to(device).eval()
+    )
     parameters = dict(model.named_parameters())
     dtype = source.read(next(iter(source.tensors))).dtype
 
@@ -228,7 +232,7 @@ def main() -> None:
     print(json.dumps(report["texts"]), flush=True)
     for grid in args.grids.split(","):
         bits, group, kind = grid.split(":")
-        recipe = Recipe(method="rtn", bits=int(bits), group=int(group), sym=kind == "sym")
+        recipe = Recipe(method="rtn", bits=int(bits), group=int(group), sym=kind == "sym", format="gptq")
         plan = make_plan(source, recipe)
         for name in args.variants.split(","):
             started = time.perf_counter()

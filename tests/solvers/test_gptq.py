@@ -256,3 +256,20 @@ def test_never_above_rounding_to_nearest(bits, width, groups, n, symmetric, seed
 def test_options_outside_their_range_are_named(bad):
     with pytest.raises(RecipeError, match=next(iter(bad))):
         gptq.Options(**bad)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("options", [PLAIN, FULL], ids=["plain", "full"])
+def test_gpu_and_cpu_come_to_the_same_objective(options):
+    weight, x = randn(96, 512), correlated_inputs(2000, 512)
+    stats = stats_of(x, randn(96, 512, seed=7) * 0.1)
+    there = LayerStats(stats.hessian.cuda(), stats.tokens, stats.cross.cuda())
+    target = gptq._target(weight, stats.cross, gptq._prepare(stats, options)).T if options == FULL else weight
+    for scheme in (QuantScheme(4, 128), QuantScheme(2, 64, symmetric=False)):
+        q = gptq.solve(weight.cuda(), scheme, there, options)
+        moved = QuantizedTensor(
+            q.codes.cpu(), q.scale.cpu(), None if q.zero_point is None else q.zero_point.cpu(), scheme
+        )
+        here = losses(gptq.solve(weight, scheme, stats, options), target, stats.hessian).sum()
+        torch.testing.assert_close(losses(moved, target, stats.hessian).sum(), here, rtol=0.01, atol=0)
