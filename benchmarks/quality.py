@@ -232,7 +232,7 @@ def main() -> None:
     print(json.dumps(report["texts"]), flush=True)
     for grid in args.grids.split(","):
         bits, group, kind = grid.split(":")
-        recipe = Recipe(method="rtn", bits=int(bits), group=int(group), sym=kind == "sym", format="gptq")
+        recipe = Recipe(method="rtn", bits=int(bits), group=int(group), sym=kind == "sym", format="gptq-v2")
         plan = make_plan(source, recipe)
         for name in args.variants.split(","):
             started = time.perf_counter()
