@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -55,6 +56,11 @@ def checksum(tensor: Tensor) -> str:
         for chunk_sum in torch.mul(part, weights).sum(1).tolist():
             total = total * 3 + chunk_sum
     return f"{total % (1 << 64):016x}"
+
+
+def file_checksum(path: Path) -> str:
+    """Return the checksum of a small file's bytes."""
+    return checksum(torch.frombuffer(bytearray(path.read_bytes() or b"\0"), dtype=torch.uint8))
 
 
 def checksums(quantized: QuantizedTensor) -> dict[str, str]:
