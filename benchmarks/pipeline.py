@@ -20,8 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
+
+import torch
+
+import lowbit
 
 FLOOR = """
 import os, sys, glob, pathlib
@@ -41,7 +44,8 @@ import sys
 from lowbit.pipeline import quantize
 from lowbit.recipe import Recipe
 def work():
-    quantize(sys.argv[1], sys.argv[2], Recipe(method="rtn", device="cpu", validate_layers=sys.argv[3] == "1"))
+    recipe = Recipe(method="rtn", device=sys.argv[4], validate_layers=sys.argv[3] == "1")
+    quantize(sys.argv[1], sys.argv[2], recipe)
 """
 RIVAL = """
 import sys, json
@@ -84,10 +88,21 @@ def run(python: str, script: str, source: Path, *extra: str) -> dict[str, float]
         return json.loads(done.stdout.splitlines()[-1]) | {"process_seconds": time.monotonic() - started}
 
 
+def machine(device: str) -> dict[str, object]:
+    """Processor, cores and, for cuda, the GPU."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next(
+        (line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine()
+    )
+    found: dict[str, object] = {"cpu": cpu, "cores": len(os.sched_getaffinity(0))}
+    return found | ({"gpu": torch.cuda.get_device_name()} if device == "cuda" else {})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu", help="where lowbit runs: cpu or cuda")
     parser.add_argument("--rival-python", help="python of an environment that has llmcompressor")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -95,8 +110,8 @@ def main() -> None:
     source_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     columns = {
         "floor": (sys.executable, FLOOR, "0.3"),
-        "lowbit": (sys.executable, LOWBIT, "1"),
-        "lowbit_no_validation": (sys.executable, LOWBIT, "0"),
+        "lowbit": (sys.executable, LOWBIT, "1", args.device),
+        "lowbit_no_validation": (sys.executable, LOWBIT, "0", args.device),
     }
     if args.rival_python:
         columns["model_free_ptq"] = (args.rival_python, RIVAL)
@@ -115,8 +130,8 @@ def main() -> None:
     result = {
         "benchmark": "pipeline",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},
-        "versions": {name: metadata.version(name) for name in ("lowbit", "torch")},
+        "machine": machine(args.device),
+        "versions": {"lowbit": lowbit.__version__, "torch": torch.__version__},
         "model": {"name": source.name, "bytes": source_bytes},
         "rounds": args.rounds,
         "columns": rows,
