@@ -107,7 +107,7 @@ def evaluate(
         origin = stack.enter_context(open_weights(source)) if source is not None else None
         rows = make_windows(load_tokenizer(weights), texts, protocol)
         total = sum(each.numel() for each in rows.values())
-        on_event(events.Stage("eval", f"{total} tokens in {len(texts)} texts", total))
+        on_event(events.Stage("eval", f"{len(texts)} texts", total, unit="tokens"))
         scored = load_model(weights, target).model
         reference = load_model(origin, target).model if origin else None
         found: dict[str, list[Tensor]] = {name: [] for name in rows}

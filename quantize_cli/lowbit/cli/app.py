@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lowbit import __version__
-from lowbit.cli.commands import plan, quantize
+from lowbit.cli.commands import convert, evaluate, generate, inspect, plan, push, quantize, report, verify
 from lowbit.cli.errors import exit_code
 
 app = typer.Typer(
@@ -39,6 +39,13 @@ def lowbit(
 
 app.command("quantize")(quantize.quantize)
 app.command("plan")(plan.plan)
+app.command("verify")(verify.verify)
+app.command("eval")(evaluate.evaluate)
+app.command("generate")(generate.generate)
+app.command("inspect")(inspect.inspect)
+app.command("report")(report.report)
+app.command("convert")(convert.convert)
+app.command("push")(push.push)
 
 
 def main() -> None:

@@ -122,7 +122,8 @@ class Output:
         """Print to people, unless they asked for quiet."""
         if not self.quiet:
             for renderable in renderables:
-                self.data.print(renderable)
+                # a command or path is copied from the screen: the terminal wraps it, without a line break
+                self.data.print(renderable, soft_wrap=isinstance(renderable, Text))
 
     @contextmanager
     def starting(self) -> Iterator[None]:

@@ -1,0 +1,36 @@
+"""`lowbit convert DIR --format NAME`: the same weights, bit for bit, in another format."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowbit.cli import options
+from lowbit.cli.output import facts, listener, next_command, output, size
+
+
+def convert(
+    folder: options.Folder,
+    format: Annotated[str, typer.Option("--format", help="compressed-tensors, gptq or awq.", metavar="NAME")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to write.", show_default="DIR-FORMAT")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --out holds.")] = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write a quantized folder in another format: bit for bit the same weights, not quantized again."""
+    from lowbit.convert import convert as run
+
+    with output(json, quiet) as shown:
+        with listener(shown) as on_event:
+            summary = run(folder, format, out, overwrite=overwrite, on_event=on_event)
+        rows = [
+            ("written", summary["out"]),
+            ("format", f"{summary['format']}, {summary['layers']} layers"),
+            ("size", size(summary["bytes"])),
+        ]
+        shown.show("", facts(rows), "", next_command(f"lowbit verify {shlex.quote(summary['out'])}"))
