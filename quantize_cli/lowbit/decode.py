@@ -180,14 +180,12 @@ def _gptq(
     scale = get("scales", (groups, n)).T.contiguous()
     codes = _codes(words.T, bits, k).contiguous()
     zero_point = ((_codes(zeros, bits, n).T + less) & scheme.max_code).contiguous()
-    if scheme.symmetric:
-        if not bool((zero_point == scheme.symmetric_zero).all()):
-            raise SourceError(f"qzeros are not all {scheme.symmetric_zero}, though the config says symmetric")
-        zero_point = None
+    if scheme.symmetric and not bool((zero_point == scheme.symmetric_zero).all()):
+        raise SourceError(f"qzeros are not all {scheme.symmetric_zero}, though the config says symmetric")
     order = _column_order(get("g_idx", (k,)), k, scheme.width(k)) if "g_idx" in get.tensors else None
     if order is not None:
         codes = codes[:, order].contiguous()
-    return QuantizedTensor(codes, scale, zero_point, scheme), order
+    return QuantizedTensor(codes, scale, None if scheme.symmetric else zero_point, scheme), order
 
 
 def _awq(get: _Parts, scheme: QuantScheme, shape: tuple[int, int]) -> QuantizedTensor:

@@ -237,7 +237,7 @@ def load_model(weights: WeightSource, device: torch.device, *, memory_bytes: int
     """
     dtype = torch.float32 if device.type == "cpu" else stored_dtype(weights)
     skeleton = build_skeleton(weights, dtype=dtype, device=device)
-    model = skeleton.model
+    model: Any = skeleton.model
     state = model.state_dict()
     tied = model.all_tied_weights_keys
     names = [name for name in state if name in skeleton.origins or name not in tied]
@@ -351,11 +351,12 @@ def first_nonfinite(weights: WeightSource, device: torch.device, tokens: int = 8
 
     with torch.no_grad():
         skeleton = load_model(weights, device)
+        model: Any = skeleton.model
         for name, block in skeleton.blocks.items():
             block.register_forward_hook(watch(name))
-        last = skeleton.model.config.get_text_config().vocab_size - 1
+        last = model.config.get_text_config().vocab_size - 1
         ids = torch.linspace(0, last, tokens, device=device).long()[None]
-        logits = skeleton.model(input_ids=ids, use_cache=False).logits
+        logits = model(input_ids=ids, use_cache=False).logits
     if not bad and not bool(torch.isfinite(logits).all()):
         bad.append("the output layer")
     return bad[0] if bad else None

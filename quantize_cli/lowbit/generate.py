@@ -52,6 +52,8 @@ def generate(
 
 
 def _continue(path: str | Path, prompt: str, max_new_tokens: int, chat: bool, device: torch.device) -> str:
+    from transformers import GenerationConfig
+
     with open_weights(path) as weights, torch.no_grad():
         tokenizer = load_tokenizer(weights)
         if chat:
@@ -63,13 +65,13 @@ def _continue(path: str | Path, prompt: str, max_new_tokens: int, chat: bool, de
             model = runtime.load(weights.path, device=device)
         else:
             model = load_model(weights, device).model
+            if (weights.path / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(weights.path)
         output = model.generate(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            pad_token_id=tokenizer.pad_token_id
-            if tokenizer.pad_token_id is not None
-            else tokenizer.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         )
     return tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)

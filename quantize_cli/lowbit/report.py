@@ -76,7 +76,7 @@ def report(
     worst = rows[:10]
     with ExitStack() as stack:
         origin, _ = reach_source(folder, source, stack)
-        histograms = [histogram(folder, origin, row.name) for row in worst[:HISTOGRAMS]]
+        histograms = [histogram(folder, folder.manifest, origin, row.name) for row in worst[:HISTOGRAMS]]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = (resources.files("lowbit") / "templates" / "report.html").read_text(encoding="utf-8")
     page = environment.from_string(template).render(
@@ -206,16 +206,13 @@ def heat_map(rows: Sequence[Row]) -> str:
     return _svg(figure, "Relative output error of every layer, by decoder block and module", titles)
 
 
-def histogram(folder: Folder, source: Source | None, name: str) -> str:
-    """Distribution of a layer's weights before and after, on one axis."""
+def histogram(folder: Folder, manifest: dict[str, Any], source: Source | None, name: str) -> str:
+    """Distribution of a layer's weights before (if there is a source) and after, on one axis."""
     after = DenseView(folder).read(f"{name}.weight").float()
-    row = next(row for row in folder.manifest["layers"] if row["name"] == name)
+    row = next(row for row in manifest["layers"] if row["name"] == name)
     weight = None if source is None else source_weight(source, name, row)
     before = None if weight is None else weight.float()
-    return draw_histogram(_short(name), before, after)
-
-
-def draw_histogram(label: str, before: Tensor | None, after: Tensor) -> str:
+    label = _short(name)
     shown = after if before is None else before
     edge = float(shown.abs().max()) or 1.0
     edges = np.linspace(-edge, edge, BINS + 1)

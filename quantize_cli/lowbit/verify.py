@@ -335,7 +335,7 @@ class Reader:
                 data = torch.empty(info.nbytes, dtype=torch.uint8)
                 pread_into(stream.fileno(), data.numpy(), info.offset, path)
                 if self.hash:
-                    sha.update(data.numpy())
+                    sha.update(data.numpy().data)
                 self.bytes_read += info.nbytes
                 yield info, as_tensor(data, info)
         if self.hash:

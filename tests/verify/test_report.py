@@ -1,0 +1,129 @@
+"""The report page: self-contained, complete, and without console errors where a browser is at hand."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from lowbit import evaluate, pipeline, report, verify
+from lowbit.errors import SourceError
+from lowbit.recipe import Recipe
+
+VOID = {"meta", "link", "br", "wbr"}
+
+
+@pytest.fixture(scope="module")
+def page(build_llama, tmp_path_factory):
+    """(folder, report page) of an output whose worst layer is known: its weights are mostly noise to 4 bits."""
+    source = build_llama()
+    out = tmp_path_factory.mktemp("report") / "<model> & co"
+    pipeline.quantize(source, out, Recipe(group=64, rules=({"match": "re:.*0.self_attn.o_proj$", "bits": 4, "group": 256},)))
+    evaluate.evaluate(out, source, window=64, max_tokens=256).save(out)
+    verified = verify.verify(out, source, forward=False)
+    return out, report.report(out, verified=verified).read_text()
+
+
+class Balance(HTMLParser):
+    """Checks that elements are closed in order, and keeps the text."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text = [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_is_well_formed_and_says_what_matters(page):
+    out, html = page
+    parser = Balance()
+    parser.feed(html)
+    assert parser.open == []
+    text = " ".join("".join(parser.text).split())
+    manifest = json.loads((out / "lowbit.json").read_text())
+    worst = max(manifest["layers"], key=lambda row: row["errors"]["output_error"])
+    assert worst["name"].endswith("0.self_attn.o_proj")
+    assert f"Worst layer: {worst['name']}, output error {100 * worst['errors']['output_error']:.1f}" in text
+    assert text.count("before after") == report.HISTOGRAMS
+    assert "<model> & co" in text
+    assert "passed" in text
+    assert "KL to the source" in text
+    # every layer can be pointed at in the heat map
+    assert all(f"<title>{row['name']}: output error" in html for row in manifest["layers"])
+
+
+def test_nothing_comes_from_a_network(page):
+    _, html = page
+    links = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"')\s>]+)""", html)
+    assert all(link.startswith(("#", "data:")) for link in links), links
+    assert "<script" not in html
+
+
+def test_colours_follow_the_page(page):
+    """No ink of matplotlib's own is left: it would vanish on one of the two backgrounds."""
+    _, html = page
+    for colour in report.VARIABLES:
+        assert colour not in html
+    assert html.count("var(--ink)") > 20
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_browser_shows_it_without_complaint(page, tmp_path, width, dark):
+    """In a frame of the given width, nothing sticks out to the right and the console stays empty."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium here: apt-get install chromium")
+    _, html = page
+    script = (
+        "<script>addEventListener('load',()=>{document.body.dataset.excess="
+        "document.documentElement.scrollWidth-document.documentElement.clientWidth;"
+        "document.body.dataset.paper=getComputedStyle(document.body).backgroundColor})</script></body>"
+    )
+    (tmp_path / "page.html").write_text(html.replace("</body>", script))
+    (tmp_path / "frame.html").write_text(
+        f"<iframe id=f src=page.html style='width:{width}px;height:900px;border:0'></iframe>"
+        "<script>addEventListener('load',()=>setTimeout(()=>{document.body.dataset.result="
+        "JSON.stringify(document.getElementById('f').contentDocument.body.dataset)},300))</script>"
+    )
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    command += ["--enable-logging=stderr", "--window-size=1500,1000", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--virtual-time-budget=4000"]
+    done = subprocess.run(
+        [*command, "--dump-dom", (tmp_path / "frame.html").as_uri()], capture_output=True, text=True, timeout=120
+    )
+    assert "CONSOLE" not in done.stderr
+    result = json.loads(re.search(r'data-result="([^"]*)"', done.stdout)[1].replace("&quot;", '"'))
+    assert int(result["excess"]) == 0
+    assert result["paper"] == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
+
+
+def test_experts_share_a_cell_and_the_worst_of_them_shows():
+    rows = [
+        report.Row(f"model.layers.3.mlp.experts.{i}.up_proj", "int4 sym g32", error, error, 20.0, None)
+        for i, error in ((7, 0.4), (2, 0.2))
+    ]
+    svg = report.heat_map(rows)
+    assert svg.count("<title>model") == 1
+    assert "experts.7.up_proj: output error 40.0" in svg
+
+
+def test_a_folder_without_manifest_is_refused(page, tmp_path):
+    out, _ = page
+    folder = shutil.copytree(out, tmp_path / "out")
+    (folder / "lowbit.json").unlink()
+    with pytest.raises(SourceError, match=r"no lowbit\.json"):
+        report.report(folder)
