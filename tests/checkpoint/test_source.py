@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
 import socket
 import struct
@@ -19,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lowbit.checkpoint.header import read_header
 from lowbit.checkpoint.source import check_finite, open_source
 from lowbit.errors import LowbitError, SourceError
 
@@ -236,6 +238,27 @@ def test_damage_to_shards_is_refused(case: str, build_llama: Callable[..., Path]
     with pytest.raises(SourceError) as error:
         open_source(str(folder))
     assert_one_line(error, words)
+
+
+def test_whatever_safetensors_refuses_is_refused(tmp_path: Path) -> None:
+    """Random damage to a header ends in SourceError, or in a file that the library reads the same."""
+    path, chance = tmp_path / "model.safetensors", random.Random(0)
+    save_file({"a": torch.randn(3, 5), "b.c": torch.arange(6).half(), "d": torch.tensor(True)}, path)
+    whole, refused = path.read_bytes(), 0
+    for _ in range(3000):
+        damaged = bytearray(whole)
+        for _ in range(chance.choice([1, 1, 2])):
+            at = chance.randrange(len(whole) - 70)
+            damaged[at] = chance.choice(b'0123456789"{}[],: abFI\\\0\xff')
+        path.write_bytes(bytes(damaged[: len(whole) - chance.choice([0, 0, 0, 1, 9])]))
+        try:
+            infos = read_header(path)
+        except SourceError:
+            refused += 1
+            continue
+        theirs = load_file(path)
+        assert {info.name: info.shape for info in infos} == {n: tuple(t.shape) for n, t in theirs.items()}
+    assert 1000 < refused < 3000
 
 
 @pytest.mark.parametrize(

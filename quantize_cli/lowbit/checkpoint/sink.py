@@ -235,7 +235,12 @@ class Sink:
                 name: future.result() for name, future in zip(names, self._shard_hashes, strict=True)
             }
             if manifest is not None:
-                output = {"output": {"files": dict(sorted(self._file_hashes.items())), "checksums": self._checksums()}}
+                output = {
+                    "output": {
+                        "files": dict(sorted(self._file_hashes.items())),
+                        "checksums": self._checksums(),
+                    }
+                }
                 self.write_text(
                     "lowbit.json", json.dumps({**manifest, **output}, indent=2, ensure_ascii=False)
                 )

@@ -129,7 +129,7 @@ class Source:
     def start_sha256(self) -> None:
         """Begin to hash all files in background threads, in the order in which they are usually read.
 
-        Call it when reading begins: both streams then share one trip of each page from the disk.
+        Call it when reading begins: what fits into the page cache then comes from the disk once.
         """
         if self._hashes:
             return
