@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations import Saved, State, Workspace
-from lowbit.errors import PlanError
+from lowbit.errors import CalibrationError, PlanError
 from lowbit.hessian import LayerStats, Moments, add_tokens, finish, start_moments
 from lowbit.plan import LayerPlan
 from lowbit.products import Product, Products
@@ -605,7 +605,7 @@ class Stage:
 
     def work(self) -> Iterator[LayerWork]:
         """The layers with their weights and statistics, one at a time."""
-        hessians: dict[int | None, Tensor] = {}
+        shared: tuple[int | None, Tensor] | None = None
         for layer in self.layers:
             expert = self.block.engine.slots[layer.name].expert
             weight = self.block.weight(layer).float()
@@ -615,9 +615,13 @@ class Stage:
                 reason = f"only {tokens} calibration tokens were routed to it" if tokens else NOT_REACHED
                 yield LayerWork(layer, weight, None, reason)
                 continue
-            stats = finish(moments, weight)
-            hessian = hessians.setdefault(expert, stats.hessian)
-            yield LayerWork(layer, weight, LayerStats(hessian, stats.tokens, stats.cross))
+            try:
+                stats = finish(moments, weight)
+            except CalibrationError as e:
+                raise CalibrationError(f"{layer.name}: {e}") from None
+            if shared is None or shared[0] != expert:
+                shared = expert, stats.hessian
+            yield LayerWork(layer, weight, LayerStats(shared[1], stats.tokens, stats.cross))
 
     def replace(self, layer: LayerPlan, weight: Tensor) -> None:
         """From here on the quantized stream sees weight [N, K] in this layer, rounded to the stored dtype as

@@ -35,7 +35,7 @@ TOKEN_FLOOR = 64
 
 # text read for each token wanted: rows are spread over it, and a token is seldom longer than 8 characters
 _CHARS_PER_TOKEN = 16
-_CHARS_AT_LEAST = 1 << 20
+_CHARS_AT_LEAST = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,17 @@ class CalibrationRows:
     @property
     def got(self) -> int:
         return self.rows.numel()
+
+    def to_json(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        count, length = self.rows.shape
+        return {
+            "origin": self.origin,
+            "rows": count,
+            "seqlen": length,
+            "asked_tokens": self.asked,
+            "tokens": self.got,
+        }
 
 
 def load_rows(

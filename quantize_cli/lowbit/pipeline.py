@@ -1,28 +1,34 @@
-"""The straight line: source, plan, solve, pack, validate, write.
+"""The straight line: source, plan, calibrate, solve, pack, validate, write.
 
 Data-free methods stream tensors. A few workers read, quantize, pack and prove one unit each while the main
 thread writes finished units in plan order, so that reading, solving and writing overlap, memory holds a
 handful of tensors whatever the model's size, and the bytes do not depend on the number of workers.
+
+Calibrated methods go block by block: each layer is solved on the activations of the model quantized before
+it (blocks.py), and what lies in no block follows as above.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lowbit
 from lowbit import events
 from lowbit.ahead import ahead
+from lowbit.calib import CalibrationRows, load_rows
 from lowbit.checkpoint.formats import FORMATS
 from lowbit.checkpoint.sink import Sink
 from lowbit.checkpoint.source import Source, check_finite, open_source
-from lowbit.decode import checksum, checksums, decode_packed
+from lowbit.decode import checksum, checksums, decode_packed, dequantize
 from lowbit.device import pick_device
 from lowbit.hub import model_card
 from lowbit.plan import CopyPlan, LayerPlan, Plan, make_plan
@@ -35,6 +41,11 @@ from lowbit_kernels.layout import pack_words
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from lowbit.blocks import LayerWork
+
+# Rows and tokens of calibration text where the recipe does not say: a CPU needs minutes for a fraction.
+CALIBRATION_SIZE = {"cpu": (16, 512), "cuda": (128, 2048)}
 
 
 def quantize(
@@ -61,10 +72,13 @@ def quantize(
         on_event(events.PlanReady(plan))
         for note in plan.notes:
             on_event(events.Note(note))
+        calibration = load_calibration(source, plan, device)
+        for note in () if calibration is None else calibration.notes:
+            on_event(events.Note(note, level="warning"))
         units = make_units(plan, source.tensors)
         with Sink(
             out,
-            run_key(source, recipe, device),
+            run_key(source, recipe, device, calibration),
             source=source.path,
             inputs=source.files,
             units=[unit.name for unit in units],
@@ -76,9 +90,13 @@ def quantize(
             if sink.done:
                 on_event(events.Note(f"resuming: {len(sink.done)} tensors are already written"))
             on_event(events.Stage("quantize", total_bytes=plan.source_bytes))
-            rows = solve_data_free(source, plan, units, sink, device, on_event)
+            job = make_job(source, plan, device, sink, on_event)
+            if calibration is not None:
+                solve_calibrated(job, units, calibration)
+            solve_data_free(job, [unit for unit in units if unit.name not in job.written])
             on_event(events.Stage("finish"))
-            manifest = make_manifest(source, plan, rows, source.sha256())
+            rows = [row for unit in units for row in sink.done[unit.name]["rows"]]
+            manifest = make_manifest(source, plan, rows, source.sha256(), calibration)
             write_side_files(source, plan, manifest, sink)
             files = sink.finish(manifest)
     summary = summarize(plan, manifest, out, files, time.monotonic() - started)
@@ -135,40 +153,48 @@ class Solved:
 
 @dataclass(frozen=True)
 class Job:
-    """What solving a unit needs. tiles: one layer of each scheme, on which the kernel itself is tried."""
+    """What solving a unit needs, and where it goes.
+
+    tiles: one layer of each scheme, on which the kernel itself is tried.  written: bytes of the units that
+    the listener was told of, those of an earlier run too.
+    """
 
     source: Source
-    recipe: Recipe
+    plan: Plan
     device: torch.device
+    sink: Sink
+    on_event: events.OnEvent
     tiles: frozenset[str]
+    written: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.plan.recipe
 
 
-def solve_data_free(
-    source: Source,
-    plan: Plan,
-    units: list[Unit],
-    sink: Sink,
-    device: torch.device,
-    on_event: events.OnEvent,
-) -> list[dict[str, Any]]:
-    """Solve and write every unit that is not done yet; return the manifest rows of all units in order."""
-    rows: list[dict[str, Any]] = []
-    done_bytes = 0
+def make_job(source: Source, plan: Plan, device: torch.device, sink: Sink, on_event: events.OnEvent) -> Job:
     tried = {layer.scheme: layer.name for layer in reversed(plan.layers)}
-    job = Job(source, plan.recipe, device, frozenset(tried.values()))
+    return Job(source, plan, device, sink, on_event, frozenset(tried.values()))
+
+
+def write_unit(job: Job, unit: Unit, solved: Solved | None) -> None:
+    """Write a solved unit, None if an earlier run has, and tell the listener."""
+    if solved is not None:
+        job.sink.write(unit.name, solved.tensors, {"rows": solved.rows})
+    job.written[unit.name] = unit.nbytes
+    rows = job.sink.done[unit.name]["rows"]
+    errors = {row["name"]: row["errors"]["output_error"] for row in rows if row.get("errors")}
+    job.on_event(events.LayerDone(unit.name, sum(job.written.values()), errors))
+
+
+def solve_data_free(job: Job, units: list[Unit]) -> None:
+    """Solve and write every unit that is not done yet."""
 
     def solve(unit: Unit) -> Solved | None:
-        return None if unit.name in sink.done else solve_unit(job, unit)
+        return None if unit.name in job.sink.done else solve_unit(job, unit)
 
     for unit, solved in ahead(solve, units, lambda unit: unit.nbytes):
-        if solved is not None:
-            sink.write(unit.name, solved.tensors, {"rows": solved.rows})
-        added = sink.done[unit.name]["rows"] if solved is None else solved.rows
-        rows += added
-        done_bytes += unit.nbytes
-        errors = {row["name"]: row["errors"]["output_error"] for row in added if row.get("errors")}
-        on_event(events.LayerDone(unit.name, done_bytes, errors))
-    return rows
+        write_unit(job, unit, solved)
 
 
 def solve_unit(job: Job, unit: Unit) -> Solved:
@@ -181,19 +207,138 @@ def solve_unit(job: Job, unit: Unit) -> Solved:
     solved = Solved({}, [])
     tensor = tensor.to(job.device)
     check_finite(unit.name, tensor)
-    for layer in unit.layers:
+    for planned in unit.layers:
+        layer = (
+            fall_back(planned, "outside the decoder blocks")
+            if SOLVERS[planned.method].needs_data
+            else planned
+        )
         weight = take_layer(tensor, layer)
         solver = SOLVERS[layer.method]
         if weight.is_cuda and solver.solve_packed is not None:
             packed = solver.solve_packed(weight, layer.scheme)
             quantized = decode_packed(packed)
         else:
-            options = make_options(layer.method, job.recipe.solver)
-            quantized = solver.solve(weight, layer.scheme, None, options)
+            quantized = solver.solve(weight, layer.scheme, None, solver_options(job.recipe, layer.method))
             packed = pack(quantized)
-        solved.rows.append(prove_layer(job, layer, quantized, packed, weight))
-        solved.tensors.update(encode_layer(layer, packed, job.recipe))
+        keep_layer(job, solved, layer, quantized, packed, weight)
     return solved
+
+
+def keep_layer(
+    job: Job,
+    solved: Solved,
+    layer: LayerPlan,
+    quantized: QuantizedTensor,
+    packed: PackedTensor,
+    weight: Tensor,
+) -> None:
+    """Add a layer to its unit, proved and encoded."""
+    solved.rows.append(prove_layer(job, layer, quantized, packed, weight))
+    solved.tensors.update(encode_layer(layer, packed, job.recipe))
+
+
+def solver_options(recipe: Recipe, method: str) -> Any:
+    """The options of a method: `solver:` of the recipe is for the recipe's own method."""
+    return make_options(method, recipe.solver if method == recipe.method else {})
+
+
+def fall_back(layer: LayerPlan, reason: str) -> LayerPlan:
+    """The layer rounded to nearest in its scheme, because calibration has nothing to say of it."""
+    reasons = [layer.fallback, f"rtn: {reason}"] if layer.fallback else [f"rtn: {reason}"]
+    return replace(layer, method="rtn", fallback="; ".join(reasons))
+
+
+# ---- calibrated: block by block
+
+
+def load_calibration(source: Source, plan: Plan, device: torch.device) -> CalibrationRows | None:
+    """The rows to calibrate on, None if no layer needs them; CalibrationError before a weight is read."""
+    if not any(SOLVERS[layer.method].needs_data for layer in plan.layers):
+        return None
+    recipe = plan.recipe
+    samples, seqlen = CALIBRATION_SIZE[device.type]
+    return load_rows(
+        recipe.calib,
+        source.path,
+        samples=recipe.samples or samples,
+        seqlen=recipe.seqlen or seqlen,
+        seed=recipe.seed,
+        config=source.config,
+        strict=recipe.strict,
+        trust_remote_code=recipe.trust_remote_code,
+    )
+
+
+def solve_calibrated(job: Job, units: list[Unit], calibration: CalibrationRows) -> None:
+    """Solve and write the units whose layers lie in decoder blocks, block by block."""
+    from lowbit.blocks import Following, open_engine
+
+    unit_of = {layer.name: unit for unit in units for layer in unit.layers}
+    done = frozenset(name for name, unit in unit_of.items() if unit.name in job.sink.done)
+    waiting: dict[str, Solved] = defaultdict(lambda: Solved({}, []))
+    for unit in units:
+        if unit.name in job.sink.done:
+            write_unit(job, unit, None)
+    with open_engine(
+        job.source,
+        job.plan.layers,
+        calibration.rows,
+        job.device,
+        following=Following(
+            target=getattr(solver_options(job.recipe, job.recipe.method), "correction", True)
+        ),
+        trust_remote_code=job.recipe.trust_remote_code,
+        check=check_finite,
+        state=job.sink.staging / "streams",
+        done=done,
+    ) as engine:
+        for block in engine.blocks():
+            for stage in block.stages():
+                for together in alike(stage.work()):
+                    for work, layer, quantized in solve_together(job, together):
+                        stage.replace(layer, dequantize(quantized))
+                        unit = unit_of[layer.name]
+                        if unit.name in job.sink.done:
+                            continue
+                        solved = waiting[unit.name]
+                        keep_layer(job, solved, layer, quantized, pack(quantized), work.weight)
+                        if len(solved.rows) == len(unit.layers):
+                            write_unit(job, unit, waiting.pop(unit.name))
+
+
+def alike(works: Iterable[LayerWork]) -> Iterator[list[LayerWork]]:
+    """Neighbours that are solved as one: their rows share the inputs, the method and the scheme."""
+
+    def key(work: LayerWork) -> Any:
+        shared = None if work.stats is None else id(work.stats.hessian)
+        return shared, work.layer.method, work.layer.scheme
+
+    for _, together in groupby(works, key):
+        yield list(together)
+
+
+def solve_together(
+    job: Job, works: list[LayerWork]
+) -> Iterator[tuple[LayerWork, LayerPlan, QuantizedTensor]]:
+    """Each layer with its codes, and its plan as it came to be."""
+    import torch
+
+    first = works[0]
+    stats, method = first.stats, first.layer.method
+    if stats is None and SOLVERS[method].needs_data:
+        method = "rtn"
+    targets = [work.stats.cross for work in works if work.stats is not None and work.stats.cross is not None]
+    if stats is not None and targets:
+        stats = replace(stats, cross=torch.cat(targets))
+    weight = torch.cat([work.weight for work in works])
+    solved = SOLVERS[method].solve(weight, first.layer.scheme, stats, solver_options(job.recipe, method))
+    heights = [len(work.weight) for work in works]
+    parts = [t.split(heights) for t in (solved.codes, solved.scale)]
+    zeros = [None] * len(works) if solved.zero_point is None else solved.zero_point.split(heights)
+    for work, codes, scale, zero in zip(works, *parts, zeros, strict=True):
+        layer = work.layer if method == work.layer.method else fall_back(work.layer, work.reason or "")
+        yield work, layer, QuantizedTensor(codes, scale, zero, solved.scheme)
 
 
 def take_layer(tensor: Tensor, layer: LayerPlan) -> Tensor:
@@ -260,14 +405,17 @@ def write_side_files(source: Source, plan: Plan, manifest: dict[str, Any], sink:
     sink.write_text("README.md", card)
 
 
-def run_key(source: Source, recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """What must agree for a killed run to continue: recipe, source, versions and kind of device."""
+def run_key(
+    source: Source, recipe: Recipe, device: torch.device, calibration: CalibrationRows | None
+) -> dict[str, Any]:
+    """What must agree for a killed run to continue: recipe, source, text, versions and kind of device."""
     return {
         "lowbit": lowbit.__version__,
         "recipe": recipe.model_dump(mode="json"),
         "source": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in source.files],
         "versions": versions(),
         "device": device.type,
+        "calibration": None if calibration is None else checksum(calibration.rows),
     }
 
 
@@ -283,7 +431,11 @@ def versions() -> dict[str, str]:
 
 
 def make_manifest(
-    source: Source, plan: Plan, rows: list[dict[str, Any]], source_sha256: dict[str, str]
+    source: Source,
+    plan: Plan,
+    rows: list[dict[str, Any]],
+    source_sha256: dict[str, str],
+    calibration: CalibrationRows | None,
 ) -> dict[str, Any]:
     """lowbit.json without the hashes of the output, which the sink adds when it has written the files."""
     return {
@@ -295,8 +447,14 @@ def make_manifest(
         "layers": [row for row in rows if "scheme" in row],
         "copied": [row for row in rows if "scheme" not in row],
         "dropped": plan.dropped,
-        "notes": list(plan.notes),
-    }
+        "notes": [*plan.notes, *fallback_notes(rows), *(calibration.notes if calibration else ())],
+    } | ({} if calibration is None else {"calibration": calibration.to_json()})
+
+
+def fallback_notes(rows: list[dict[str, Any]]) -> list[str]:
+    """What calibration could not do, counted by reason."""
+    fallen = Counter(row["fallback"] for row in rows if "rtn: " in (row.get("fallback") or ""))
+    return [f"{count} layers: {reason}" for reason, count in fallen.items()]
 
 
 def summarize(

@@ -93,8 +93,8 @@ class Recipe(_Keys):
     on_indivisible: OnIndivisible = "smaller-group"
     allow_mixed_fused: bool = False
     calib: str | None = None
-    samples: int = 128
-    seqlen: int = 2048
+    samples: int | None = None
+    seqlen: int | None = None
     seed: int = 0
     strict: bool = False
     trust_remote_code: bool = False
