@@ -71,15 +71,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_model(name: str, folder: Path) -> Path:
-    """Write the model as fp16; every vector gets values, so that losing one shows."""
+def save_model(name: str, folder: Path, **changes: Any) -> Path:
+    """Write the model as fp16; every vector gets values, so that losing one shows. changes: to its config."""
     import torch
     import transformers
 
     kind, config = MODELS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sum(map(ord, name)))
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**config))
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**config | changes))
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.data.add_(torch.randn(parameter.shape) * 0.05)

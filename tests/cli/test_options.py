@@ -22,6 +22,8 @@ IN_WORDS = {
     "calib": "text in the package",
     "strict": "off",
     "allow_mixed_fused": "off",
+    "samples": "128, on a CPU 16",
+    "seqlen": "2048, on a CPU 512",
     "trust_remote_code": "off",
     "validate_layers": "on",
 }
