@@ -139,7 +139,19 @@ def build_source(model: str, folder: Path) -> bool:
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     built.save_pretrained(folder)
+    save_tokenizer(folder, config.vocab_size)
     return True
+
+
+def save_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Words "0", "1", ...: some engines load no model without a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({str(i): i for i in range(vocabulary)}, unk_token="0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="0", eos_token="1", pad_token="1")
+    tokenizer.save_pretrained(folder)
 
 
 def write_dense(quantized: Path, folder: Path) -> None:

@@ -1,13 +1,15 @@
-"""Quantize and multiply as two functions of plain tensors, on any device.
+"""Quantize and multiply as functions of plain tensors, on any device.
 
     packed, scales, zeros = quantize_weight_int4_grouped(weight, group_size=128)
     y = w4a16_gemm(x, packed, scales, zeros, group_size=128)
 
 A GPU runs the Triton kernels; elsewhere the same numbers come from reference.py, since the interpreter that
 dispatch.matmul uses for CPU tensors only bears small tiles.
-"""
 
-from __future__ import annotations
+The product is a torch operator with a fake kernel: torch.compile traces through it without a break, and
+nothing but launches happens in it, so that CUDA graphs capture it. Its namespace is the name of this package,
+which the Kernel Hub changes, so that two copies may live in one process.
+"""
 
 import torch
 from torch import Tensor
@@ -41,7 +43,7 @@ def w4a16_gemm(
     None for the symmetric grid, whose zero-point is 8.
     Raises ValueError for shapes or dtypes that do not fit.
     """
-    return linear(x, GemmWeight(packed, scales, zeros, 4, group_size, x.shape[-1]))
+    return linear(x, packed, scales, zeros, None, 4, group_size)
 
 
 def quantize(
@@ -54,10 +56,35 @@ def quantize(
     return pack_words(codes, bits), scale, zero_point
 
 
-def linear(x: Tensor, weight: GemmWeight, bias: Tensor | None = None) -> Tensor:
-    """Return x @ dequantized.T + bias for x [..., K]: by kernel on a GPU, by the reference elsewhere."""
+@torch.library.custom_op(f"{__name__.partition('.')[0]}::linear", mutates_args=())
+def linear(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+) -> Tensor:
+    """Return x @ dequantized.T + bias: the kernel on a GPU, the reference elsewhere.
+
+    x: [..., K].  words, scale, zero_point: as in GemmWeight.  bias: [N].  group_size: K for one group a row.
+    Returns [..., N] in x's dtype.  Raises ValueError for shapes or dtypes that do not fit.
+    """
+    weight = GemmWeight(words, scale, zero_point, bits, group_size, x.shape[-1])
     if x.is_cuda:
         return dispatch.matmul(x, weight, bias)
-    return matmul_reference(
-        x, weight.words, weight.scale, weight.zero_point, weight.bits, weight.group_size, bias
-    )
+    return matmul_reference(x, words, scale, zero_point, bits, group_size, bias)
+
+
+@linear.register_fake
+def _(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], words.shape[0]))

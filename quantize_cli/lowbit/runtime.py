@@ -49,14 +49,8 @@ class QuantLinear(nn.Module):
         self.register_buffer("zero_point", weight.zero_point, persistent=False)
         self.register_parameter("bias", bias)
 
-    @property
-    def packed(self) -> GemmWeight:
-        return GemmWeight(
-            self.words, self.scale, self.zero_point, self.bits, self.group_size, self.in_features
-        )
-
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.packed, self.bias)
+        return linear(x, self.words, self.scale, self.zero_point, self.bias, self.bits, self.group_size)
 
     def extra_repr(self) -> str:
         grid = "symmetric" if self.zero_point is None else "asymmetric"

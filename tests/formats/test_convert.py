@@ -17,6 +17,7 @@ from lowbit.folder import DenseView, open_folder
 from lowbit.hub import model_card
 from lowbit.pipeline import quantize
 from lowbit.recipe import make_recipe
+from lowbit.verify import verify
 
 SOURCE_CARD = "---\nlicense: mit\ntags: [chat]\n---\n# Original\n"
 
@@ -66,8 +67,9 @@ def test_every_weight_stays_bit_for_bit(quantized, tmp_path, recipe, format):
     before, after = weights(folder), weights(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    report = verify(tmp_path / "out", forward=False)
+    assert report.ok, report.failures
     found = open_folder(tmp_path / "out")
-    assert not found.faults
     assert {n: layer.scheme for n, layer in found.layers.items()} == {
         n: layer.scheme for n, layer in open_folder(folder).layers.items()
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit_kernels import quantize_weight_int4_grouped, w4a16_gemm
+from lowbit_kernels import functional, quantize_weight_int4_grouped, w4a16_gemm
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kernels" / "lowbit_kernels"
@@ -36,6 +36,23 @@ def test_two_functions_match_float64(dtype):
     assert (y.double() - exact).abs().max() <= exact.abs().max() * (torch.finfo(dtype).eps + 256 * 2**-24)
     wrong = w4a16_gemm(x, packed, scales, (zeros + 1) % 16, 64)
     assert (wrong.double() - exact).abs().max() > exact.abs().max() * 0.05
+
+
+def test_compiled_in_one_graph():
+    """fullgraph raises at a graph break; the fake kernel must give the shape and dtype of the real one."""
+    torch.manual_seed(0)
+    packed, scales, zeros = quantize_weight_int4_grouped(torch.randn(48, 128), 64)
+
+    def block(x):
+        return torch.relu(w4a16_gemm(x + 1, packed, scales, zeros, 64)) * 2
+
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (1, 3, 7):
+        x = torch.randn(2, tokens, 128)
+        assert torch.equal(compiled(x), block(x))
+    x = torch.randn(3, 128).to(torch.bfloat16)
+    torch.library.opcheck(functional.linear, (x, packed, scales, zeros, torch.randn(48), 4, 64))
+    torch.library.opcheck(functional.linear, (x, packed, scales, None, None, 4, 64))
 
 
 def test_misfits_are_refused():

@@ -129,6 +129,14 @@ def test_every_format_runs(recipe, tmp_path):
         assert close(load(out, device="cpu")(IDS).logits, dense_logits(out, tmp_path))
 
 
+def test_loaded_model_compiles_in_one_graph(llama_folder, tmp_path):
+    quantize(llama_folder, tmp_path / "out", make_recipe(method="rtn", device="cpu"))
+    model = load(tmp_path / "out", device="cpu")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits)
+
+
 def test_loaded_model_generates_and_keeps_its_generation_config(llama_folder, tmp_path):
     settings = json.dumps({"max_new_tokens": 5, "do_sample": False, "eos_token_id": 511, "pad_token_id": 1})
     (llama_folder / "generation_config.json").write_text(settings)
