@@ -4,16 +4,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := demo-int4-g128
-PROMPT := The capital of France is
+PROMPT := Write one sentence about the sea.
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench kernel-package clean
 
 demo: .venv/ready
 	$(BIN)/lowbit quantize demo --bits 4 --group 128 --out $(DEMO) --overwrite
 	$(BIN)/lowbit verify $(DEMO) --source demo
-	$(BIN)/lowbit generate $(DEMO) --compare --prompt "$(PROMPT)"
+	$(BIN)/lowbit generate $(DEMO) "$(PROMPT)" --chat --compare
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
@@ -22,6 +22,15 @@ lint: .venv/ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# the pipeline beside the time that reading and writing alone takes, on a checkpoint of 2 blocks of an 8B model
+bench: .venv/ready
+	$(BIN)/python benchmarks/synthetic.py build/synthetic --blocks 2
+	$(BIN)/python benchmarks/pipeline.py build/synthetic
+
+# the kernels as a repository of the Kernel Hub
+kernel-package: .venv/ready
+	$(BIN)/python tools/kernel_package.py build/kernel-package
 
 clean:
 	rm -rf .venv build dist $(DEMO) .pytest_cache .mypy_cache .ruff_cache
