@@ -49,8 +49,8 @@ def amount(count: float, unit: str) -> str:
 
 
 def rate(count: float, seconds: float, unit: str) -> str:
-    """What is done in a second; bytes always in GiB, so that rates can be compared."""
-    return f"{count / seconds / 2**30:.2f} GiB/s" if unit == "bytes" else f"{count / seconds:,.0f} {unit}/s"
+    """What is done in a second, as amount() writes it."""
+    return f"{amount(count / seconds, unit)}/s"
 
 
 def counted(number: int, noun: str) -> str:

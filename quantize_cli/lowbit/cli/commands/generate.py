@@ -33,9 +33,9 @@ def generate(
         names = {model: answers.text}
         if origin is not None and answers.source_text is not None:
             names[f"{origin} (the original)"] = answers.source_text
-        asked = f"{prompt}\n" if chat else prompt
         for name, text in names.items():
-            out.show(Text(name, style="bold"), Text.assemble((asked, "dim"), text.strip() if chat else text), "")
+            said = Text.assemble((f"{prompt}\n" if chat else prompt, "dim"), text)
+            out.show(Text(name, style="bold"), said, "")
 
 
 def recorded_source(model: str) -> str:

@@ -21,6 +21,7 @@ from lowbit.cli.output import (
     note_list,
     output,
     percent,
+    rate,
     size,
     small_table,
 )
@@ -109,7 +110,7 @@ def summary_view(summary: dict[str, Any]) -> list[RenderableType]:
                 ("written", summary["out"]),
                 ("size", f"{size(before)} → {size(after)} ({percent(after / before)})"),
                 ("bits per weight", f"{summary['bits_per_weight']:.2f} in {summary['layers']} layers"),
-                ("time", f"{duration(summary['seconds'])}, {size(before / summary['seconds'])}/s"),
+                ("time", f"{duration(summary['seconds'])}, {rate(before, summary['seconds'], 'bytes')}"),
             ]
         )
     )

@@ -19,6 +19,7 @@ from lowbit.cli.output import (
     note_list,
     output,
     percent,
+    rate,
     small_table,
 )
 
@@ -85,7 +86,7 @@ def report_view(report: VerifyReport) -> list[RenderableType]:
                 ("layers", f"{len(report.layers)} in {report.format or 'no quantized'} format"),
                 ("against", report.source or "the errors recorded when it was quantized"),
                 ("files hashed", str(report.files)),
-                ("time", f"{duration(report.seconds)}, {report.gib_per_second:.2f} GiB/s"),
+                ("time", f"{duration(report.seconds)}, {rate(report.bytes_read, report.seconds, 'bytes')}"),
             ]
         )
     )
