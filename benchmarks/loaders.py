@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -308,12 +309,21 @@ def versions() -> dict[str, str]:
     return found
 
 
-def verdict(row: dict[str, Any] | None) -> str:
-    """One cell of the table. "=": differs a hundred times less than quantization does, or as 16 bits may."""
+def verdict(row: dict[str, Any] | None, reasons: list[str]) -> str:
+    """One cell of the table. "=": differs a hundred times less than quantization does, or as 16 bits may.
+
+    A failure is a number in `reasons`, which grows by those that it lacks.
+    """
     if row is None:
         return ""
     if "error" in row:
-        return f"fails: `{row['error'][:90]}`".replace("|", "/")
+        # the same reason for other layers and groups is one reason
+        reason = (
+            re.sub(r"/tmp/[^\s']+", "...", row["error"])[:140].replace("|", "/").replace("`", "'").rstrip()
+        )
+        if reason not in reasons:
+            reasons.append(reason)
+        return f"fails ({reasons.index(reason) + 1})"
     if row["exact"]:
         return "exact"
     if row["kl"] <= max(row["quantization_kl"] / 100, 3 * row["precision_kl"]):
@@ -323,17 +333,19 @@ def verdict(row: dict[str, Any] | None) -> str:
 
 def table(out: Path) -> None:
     """Write the results next to this file and the table into docs/loaders.md, between its two marks."""
-    found = [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
-    (ROOT / "benchmarks/results/loaders.json").write_text(json.dumps(found, indent=1) + "\n")
-    engines = [result["engine"] for result in found]
-    lines = [f"| model, variant | {' | '.join(engines)} |", "|---|" + "---|" * len(engines)]
+    by_engine = {r["engine"]: r for r in (json.loads(file.read_text()) for file in out.glob("*.json"))}
+    found = [by_engine[engine] for engine in ENGINES if engine in by_engine]
+    results = ROOT / "benchmarks/results/loaders.json"
+    results.parent.mkdir(exist_ok=True)
+    results.write_text(json.dumps(found, indent=1) + "\n")
+    reasons: list[str] = []
+    lines = [f"| model, variant | {' | '.join(r['engine'] for r in found)} |", "|---|" + "---|" * len(found)]
     for model, variant in CASES:
         key = f"{model} {variant}"
-        lines.append(f"| {key} | {' | '.join(verdict(result['rows'].get(key)) for result in found)} |")
-    lines += [
-        "",
-        *(f"- {r['engine']}: " + ", ".join(f"{k} {v}" for k, v in r["versions"].items()) for r in found),
-    ]
+        cells = [verdict(result["rows"].get(key), reasons) for result in found]
+        lines.append(f"| {key} | {' | '.join(cells)} |")
+    lines += ["", *(f"{i}. `{reason}`" for i, reason in enumerate(reasons, 1)), ""]
+    lines += [f"- {r['engine']}: " + ", ".join(f"{k} {v}" for k, v in r["versions"].items()) for r in found]
     page = ROOT / "docs/loaders.md"
     before, _, rest = page.read_text().partition("<!-- table -->\n")
     after = rest.partition("<!-- end -->")[2]

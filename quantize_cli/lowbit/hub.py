@@ -402,7 +402,7 @@ def _card_sections(manifest: dict[str, Any], title: str) -> list[str]:
         *_quality(manifest),
         "## Use\n",
         "MODEL is this repository's name, or a local copy of it.\n",
-        *_how_to_load(recipe["format"], layers),
+        *_how_to_load(manifest),
     ]
 
 
@@ -423,8 +423,11 @@ def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _how_to_load(format: str, layers: list[dict[str, Any]]) -> list[str]:
+def _how_to_load(manifest: dict[str, Any]) -> list[str]:
     """One snippet per engine, or why it cannot load the checkpoint; docs/loaders.md has the runs."""
+    format, layers = manifest["recipe"]["format"], manifest["layers"]
+    mixed = len({(row["scheme"]["bits"], row["scheme"]["group_size"]) for row in layers}) > 1
+    partial = any(row["linear"] and row["name"] != "lm_head.weight" for row in manifest["copied"])
     asymmetric = any(not row["scheme"]["symmetric"] for row in layers)
     moe = any(".experts." in row["name"] for row in layers)
     odd_bits = {f"int{row['scheme']['bits']}" for row in layers} - {"int4", "int8"}
@@ -443,6 +446,14 @@ def _how_to_load(format: str, layers: list[dict[str, Any]]) -> list[str]:
         "```sh\nvllm serve MODEL\n```\n",
         "```sh\npython -m sglang.launch_server --model-path MODEL\n```\n",
     )
+    if format.startswith("gptq") and (mixed or partial):
+        # transformers does not read the per-layer rules of a GPTQ config
+        transformers = (
+            "```python\n# pip install gptqmodel\nfrom gptqmodel import GPTQModel\n\n"
+            'model = GPTQModel.load("MODEL")\n```\n'
+        )
+    if format == "compressed-tensors" and asymmetric and mixed:
+        transformers = "Transformers loads zero-points of one scheme only; use one of the engines below.\n"
     if moe and (asymmetric or format != "compressed-tensors"):
         transformers = "Transformers does not load these experts; use one of the engines below.\n"
     if moe and asymmetric and format == "compressed-tensors":

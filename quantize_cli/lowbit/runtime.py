@@ -49,6 +49,10 @@ class QuantLinear(nn.Module):
         self.register_buffer("zero_point", weight.zero_point, persistent=False)
         self.register_parameter("bias", bias)
 
+    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Words, scale and zero_point in the order of files."""
+        return self.words, self.scale, self.zero_point
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.words, self.scale, self.zero_point, self.bias, self.bits, self.group_size)
 

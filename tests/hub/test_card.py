@@ -43,7 +43,7 @@ def manifest():
         "recipe": {"bits": 4, "group": 128, "format": "compressed-tensors", "exclude": ()},
         "source": {"name": "org/model"},
         "layers": [copy.deepcopy(ROW)],
-        "copied": [{}, {}],
+        "copied": [{"name": "lm_head.weight", "linear": True}, {"name": "norm.weight", "linear": False}],
     }
 
 
@@ -99,6 +99,16 @@ def test_local_source_names_no_base_model_and_hides_the_path(manifest, tmp_path)
     assert metadata(card)["base_model"] == "org/older"
     assert str(tmp_path) not in card
     assert "my-model" in card
+
+
+def test_rules_that_transformers_does_not_read_send_gptq_to_its_own_loader(manifest):
+    manifest["recipe"]["format"] = "gptq"
+    assert "GPTQModel.load" not in model_card(manifest, None)
+    other = copy.deepcopy(ROW) | {"name": "model.layers.0.mlp.down_proj"}
+    other["scheme"]["group_size"] = 64
+    assert "GPTQModel.load" in model_card(manifest | {"layers": [*manifest["layers"], other]}, None)
+    dense = {"name": "model.layers.0.mlp.gate.weight", "linear": True}
+    assert "GPTQModel.load" in model_card(manifest | {"copied": [dense]}, None)
 
 
 def test_quality_shows_the_worst_layer_and_the_evaluation(manifest):

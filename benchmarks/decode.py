@@ -1,0 +1,209 @@
+"""Tokens per second of lowbit.load against the fp16 model, batch 1, on one GPU, in one process.
+
+    python benchmarks/decode.py --json benchmarks/results/decode-h200.json
+    python benchmarks/decode.py --device cpu --hidden 256 --intermediate 512 --layers 2 --vocab 512   a try
+
+A random model of Llama-3-8B's shape stands in fp16 on the GPU. Its linears are rounded to 4 bits, written as
+a compressed-tensors folder and loaded by lowbit.load; both models stay in memory. Each decodes greedily from
+a prompt with a static cache; one step is captured in a CUDA graph, the same harness for both, and rounds of
+`--steps` replays alternate between them. Reported: the median over rounds. Before any time is taken, products
+of the loaded model are compared with the plain-torch reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
+
+from lowbit import runtime
+from lowbit.checkpoint.formats import FORMATS
+from lowbit.plan import LayerPlan
+from lowbit.scheme import PackedTensor, QuantScheme
+from lowbit_kernels.functional import quantize
+from lowbit_kernels.reference import matmul_reference
+
+PROMPT = 64
+
+
+def build(given: argparse.Namespace, device: torch.device) -> Any:
+    config = LlamaConfig(
+        hidden_size=given.hidden,
+        intermediate_size=given.intermediate,
+        num_hidden_layers=given.layers,
+        num_attention_heads=given.hidden // given.head_dim,
+        num_key_value_heads=given.hidden // given.head_dim // 4 or 1,
+        vocab_size=given.vocab,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
+
+
+def write_quantized(model: Any, folder: Path, scheme: QuantScheme) -> None:
+    """One file for the dense part and one for each decoder block, the config, and the index."""
+    chosen = FORMATS["compressed-tensors"]
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    layers: list[LayerPlan] = []
+    for name, tensor in model.state_dict().items():
+        module = name.removesuffix(".weight")
+        block = name.split(".")[2] if ".layers." in name else "dense"
+        held = files.setdefault(f"model-{block}.safetensors", {})
+        if ".layers." not in name or tensor.dim() != 2:
+            held[name] = tensor.cpu()
+            continue
+        n, k = tensor.shape
+        words, scale, zero = quantize(tensor, scheme.bits, scheme.width(k), scheme.symmetric, tensor.dtype)
+        held |= {
+            key: value.cpu()
+            for key, value in chosen.encode(module, PackedTensor(words, scale, zero, scheme, k)).items()
+        }
+        layers.append(LayerPlan(module, (n, k), scheme, "rtn", name, tensor.nbytes))
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, {"format": "pt"})
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = model.config.to_dict() | {"quantization_config": chosen.quantization_config(layers, ["lm_head"])}
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+
+
+def check(model: Any, device: torch.device) -> float:
+    """Largest relative RMS error of seven products against the reference; stops if it is not rounding."""
+    worst = 0.0
+    linears = [module for module in model.modules() if isinstance(module, runtime.QuantLinear)]
+    for module in linears[:7]:
+        x = torch.randn(1, module.in_features, device=device, dtype=torch.float16)
+        words, scale, zero = module.stored()
+        truth = matmul_reference(x.float(), words, scale, zero, module.bits, module.group_size, module.bias)
+        worst = max(worst, float((module(x).float() - truth).norm() / truth.norm()))
+    if worst > 2e-3:
+        raise SystemExit(f"products differ by {worst:.1e} from the reference: no time is reported")
+    return worst
+
+
+class Decoder:
+    """Greedy decoding of one sequence, a step at a time; captured in a CUDA graph on a GPU."""
+
+    def __init__(self, model: Any, steps: int, device: torch.device) -> None:
+        self.cache = StaticCache(config=model.config, max_cache_len=PROMPT + steps + 8)
+        known = inspect.signature(model.model.forward).parameters
+        self.options = {"cache" if "cache" in known else "past_key_values": self.cache, "use_cache": True}
+        prompt = torch.arange(PROMPT, device=device)[None] % model.config.vocab_size
+        self.model = model
+        with torch.no_grad():
+            self.token = model(prompt, **self.options).logits[:, -1:].argmax(-1)
+        self.start = self.token.clone()
+        self.step: Callable[[], None] = self._step
+        if device.type == "cuda":
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self._step()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._step()
+            self.step = graph.replay
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        self.token.copy_(self.model(self.token, **self.options).logits[:, -1:].argmax(-1))
+
+    def seconds(self, steps: int) -> tuple[float, list[int]]:
+        """Time of `steps` tokens from the end of the prompt, and the tokens."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(PROMPT)
+        self.token.copy_(self.start)
+        tokens = torch.empty(steps, dtype=torch.long, device=self.token.device)
+        sync(self.token.device)
+        started = time.perf_counter()
+        for i in range(steps):
+            self.step()
+            tokens[i : i + 1].copy_(self.token[0])
+        sync(self.token.device)
+        return time.perf_counter() - started, tokens.tolist()
+
+
+def sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes that one token reads: everything but the embedding table."""
+    held = [*model.named_parameters(), *model.named_buffers()]
+    return sum(tensor.nbytes for name, tensor in held if "embed_tokens" not in name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7)
+    for name, value in {
+        "hidden": 4096,
+        "intermediate": 14336,
+        "layers": 32,
+        "vocab": 128256,
+        "head-dim": 128,
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    dense = build(given, device)
+    with tempfile.TemporaryDirectory() as folder:
+        write_quantized(dense, Path(folder), QuantScheme(4, 128, True, "float16"))
+        loaded = runtime.load(folder, device=device, dtype=torch.float16)
+    models = {"fp16": dense, "lowbit.load": loaded}
+    error = check(loaded, device)
+    decoders = {name: Decoder(model, given.steps, device) for name, model in models.items()}
+    rates: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(given.rounds):
+        for name, decoder in decoders.items():
+            rates[name].append(given.steps / decoder.seconds(given.steps)[0])
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    result = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor(),
+        "versions": {name: metadata.version(name) for name in ("torch", "triton", "transformers")},
+        "commit": commit(),
+        "shape": {key: getattr(given, key) for key in ("hidden", "intermediate", "layers", "vocab")},
+        "prompt": PROMPT,
+        "steps": given.steps,
+        "rounds": given.rounds,
+        "harness": "CUDA graph of one step, static cache" if device.type == "cuda" else "eager",
+        "tokens_per_second": median,
+        "all_rounds": rates,
+        "weight_gb_per_token": {name: weight_bytes(model) / 1e9 for name, model in models.items()},
+        "weight_gb_per_second": {n: median[n] * weight_bytes(m) / 1e9 for n, m in models.items()},
+        "speedup": median["lowbit.load"] / median["fp16"],
+        "relative_rms_error": error,
+    }
+    print(json.dumps(result, indent=1))
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def commit() -> str | None:
+    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return run.stdout.strip() or None
+
+
+if __name__ == "__main__":
+    main()
