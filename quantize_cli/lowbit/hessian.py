@@ -173,7 +173,8 @@ def _upper_root(hessian: Tensor) -> Tensor | None:
     """R upper triangular with R Rᵀ = hessian, None if it is not positive definite."""
     # Cholesky of the matrix read backwards: J H J = L Lᵀ gives R = J L J, without inverting H
     lower, info = torch.linalg.cholesky_ex(hessian.flip(0, 1))
-    root = lower.flip(0, 1)
+    # a GPU's Cholesky comes out column by column
+    root = lower.flip(0, 1).contiguous()
     good = int(info) == 0 and bool(torch.isfinite(root.diagonal()).all())
     return root if good else None
 
