@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 from torch import Tensor
 
 from lowbit.blocks import Following, open_engine
@@ -46,27 +47,23 @@ class Variant:
 
 
 FULL = gptq.Options()
-BOTH = Following()
 VARIANTS = {
     "rtn": Variant("rtn", SOLVERS["rtn"].options()),
     "hqq": Variant("hqq", hqq.Options()),
     "hqq-fractional": Variant("hqq", hqq.Options(fractional_zero=True)),
     "plain": Variant("gptq", gptq.PLAIN),
-    "plain-in-order": Variant("gptq", replace(gptq.PLAIN, act_order=False)),
-    "plain+search": Variant("gptq", replace(gptq.PLAIN, damping=0.05, search="norm")),
-    "plain+search+refine": Variant("gptq", replace(FULL, correction=False)),
-    "target": Variant("gptq", replace(FULL, rounds=0), Following(True, False)),
-    "target+residual": Variant("gptq", replace(FULL, rounds=0), BOTH),
-    "full": Variant("gptq", FULL, BOTH),
-    "full-minmax": Variant("gptq", replace(FULL, search="minmax"), BOTH),
-    "full-hessian": Variant("gptq", replace(FULL, search="hessian"), BOTH),
-    "full-1-round": Variant("gptq", replace(FULL, rounds=1), BOTH),
-    "full-6-rounds": Variant("gptq", replace(FULL, rounds=6), BOTH),
-    "full-damp-.01": Variant("gptq", replace(FULL, damping=0.01), BOTH),
-    "full-damp-.1": Variant("gptq", replace(FULL, damping=0.1), BOTH),
-    "full-lambda-.01": Variant("gptq", replace(FULL, correction_damping=0.01), BOTH),
-    "full-lambda-.2": Variant("gptq", replace(FULL, correction_damping=0.2), BOTH),
+    "uncorrected": Variant("gptq", replace(FULL, correction=False)),
+    "no-residual": Variant("gptq", FULL, Following(target=True, residual=False)),
+    "full": Variant("gptq", FULL, Following()),
 }
+
+
+def make_variant(text: str) -> Variant:
+    """A name of VARIANTS, with other options of its solver behind it: full:rounds=1:search=norm."""
+    name, *changes = text.split(":")
+    variant = VARIANTS[name]
+    given = {key: yaml.safe_load(value) for key, value in (change.split("=") for change in changes)}
+    return replace(variant, options=replace(variant.options, **given))
 
 
 def token_rows(tokenizer: Any, text: Path, count: int, length: int) -> Tensor:
@@ -185,7 +182,11 @@ def main() -> None:
     parser.add_argument("--eval", type=Path, required=True)
     parser.add_argument("--second", type=Path, help="a text of another domain than the calibration")
     parser.add_argument("--grids", default="4:64:sym,4:64:asym", help="bits:group:sym|asym, ...")
-    parser.add_argument("--variants", default="rtn,hqq,plain,full", help=", ".join(VARIANTS))
+    parser.add_argument(
+        "--variants",
+        default="rtn,hqq,plain,full",
+        help=", ".join(VARIANTS) + "; with options as full:rounds=1",
+    )
     parser.add_argument("--delattice", action="store_true")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=16)
@@ -226,7 +227,7 @@ def main() -> None:
             name: {"file": path.name, "source_perplexity": perplexity(rows[name], reference[name])}
             for name, path in texts.items()
         },
-        "variants": {name: asdict(VARIANTS[name]) for name in args.variants.split(",")},
+        "variants": {name: asdict(make_variant(name)) for name in args.variants.split(",")},
         "rows": [],
     }
     print(json.dumps(report["texts"]), flush=True)
@@ -235,8 +236,10 @@ def main() -> None:
         recipe = Recipe(method="rtn", bits=int(bits), group=int(group), sym=kind == "sym", format="gptq-v2")
         plan = make_plan(source, recipe)
         for name in args.variants.split(","):
+            if SOLVERS[make_variant(name).method].accepts(plan.layers[0].scheme):
+                continue
             started = time.perf_counter()
-            weights = list(quantize_all(source, plan.layers, VARIANTS[name], calibration, device))
+            weights = list(quantize_all(source, plan.layers, make_variant(name), calibration, device))
             seconds = time.perf_counter() - started
             for layer, weight in weights:
                 load(layer.source, weight)

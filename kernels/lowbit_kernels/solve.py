@@ -64,7 +64,6 @@ def hqq_kernel(
     group_size,
     iterations,
     BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
     FRACTIONAL: tl.constexpr,
     TINY: tl.constexpr,
     SUBNORMAL: tl.constexpr,
@@ -79,7 +78,6 @@ def hqq_kernel(
     """ROWS consecutive groups of weights [total, group_size], group_size <= 2^LOG."""
     WIDTH: tl.constexpr = 1 << LOG
     top: tl.constexpr = (1 << BITS) - 1
-    centre: tl.constexpr = 1 << (BITS - 1)
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = index < total
     columns = tl.arange(0, WIDTH)
@@ -93,18 +91,14 @@ def hqq_kernel(
     hi = tl.max(tl.where(mask, w, float("-inf")), axis=1)
     # 0 unless a weight is not finite; minima and maxima may drop NaN
     invalid = tl.sum(w - w, axis=1)
-    if SYMMETRIC:
-        s = tl.maximum(tl.div_rn(hi, tl.full((ROWS,), centre - 1, tl.float32)), -lo * (1.0 / centre))
-    elif FRACTIONAL:
+    if FRACTIONAL:
         s = tl.div_rn(hi - lo, tl.full((ROWS,), top, tl.float32))
     else:
         s = tl.div_rn(tl.maximum(hi, 0.0) - tl.minimum(lo, 0.0), tl.full((ROWS,), top, tl.float32))
     s = tl.where(lo == hi, tl.abs(hi), s) + invalid
     s = round_to(s, scale_ptr.dtype.element_ty)
     s = tl.where(s < TINY, 1.0, s)
-    if SYMMETRIC:
-        z = tl.full((ROWS,), centre, tl.float32)
-    elif FRACTIONAL:
+    if FRACTIONAL:
         z = tl.div_rn(-lo, s)
     else:
         z = tl.minimum(round_half_even(tl.div_rn(-tl.minimum(lo, 0.0), s)), top)
@@ -112,8 +106,8 @@ def hqq_kernel(
     best_scale = s
     best_zero = z
     best = tl.full((ROWS,), float("inf"), tl.float32)
+    u = tl.div_rn(w, tl.broadcast_to(s[:, None], (ROWS, WIDTH)))
     for iteration in range(iterations):
-        u = tl.div_rn(w, tl.broadcast_to(s[:, None], (ROWS, WIDTH)))
         if FRACTIONAL:
             moved = u + z[:, None]
             q = tl.minimum(tl.maximum(round_half_even(moved), 0.0), top)
@@ -144,12 +138,11 @@ def hqq_kernel(
             new = s * (1.0 + tl.div_rn(along, tl.maximum(square, 1.0)))
             new = round_to(tl.where(square > 0, new, s), scale_ptr.dtype.element_ty)
             new = tl.where((new >= TINY) & (new < float("inf")), new, s)
-            if not SYMMETRIC:
-                sum_c = _halving_sum(c, ROWS, LOG)
-                shift = sum_c - tl.div_rn(s, new) * (sum_c + _halving_sum(clipped, ROWS, LOG))
-                z = round_half_even(z + tl.div_rn(shift, count))
-                z = tl.minimum(tl.maximum(z, 0.0), top)
+            sum_c = _halving_sum(c, ROWS, LOG)
+            shift = sum_c - tl.div_rn(s, new) * (sum_c + _halving_sum(clipped, ROWS, LOG))
+            z = tl.minimum(tl.maximum(round_half_even(z + tl.div_rn(shift, count)), 0.0), top)
             s = new
+            u = tl.div_rn(w, tl.broadcast_to(s[:, None], (ROWS, WIDTH)))
 
     u = tl.div_rn(w, tl.broadcast_to(best_scale[:, None], (ROWS, WIDTH)))
     shifted = u + best_zero[:, None]
@@ -160,11 +153,10 @@ def hqq_kernel(
     tl.store(zero_ptr + index, best_zero.to(zero_ptr.dtype.element_ty), mask=inside)
 
 
-def hqq_constants(bits: int, symmetric: bool, fractional: bool, log: int, rows: int) -> dict[str, Any]:
+def hqq_constants(bits: int, fractional: bool, log: int, rows: int) -> dict[str, Any]:
     """The constexprs of hqq_kernel for `rows` groups of at most 2^log weights a program."""
     return {
         "BITS": bits,
-        "SYMMETRIC": symmetric,
         "FRACTIONAL": fractional,
         "TINY": TINY_SCALE,
         "SUBNORMAL": torch.finfo(torch.float32).tiny,
@@ -182,7 +174,6 @@ def hqq_groups(
     weight: Tensor,
     bits: int,
     group_size: int,
-    symmetric: bool,
     scale_dtype: torch.dtype,
     fractional: bool,
     iterations: int,
@@ -196,8 +187,6 @@ def hqq_groups(
     n, k = weight.shape
     if group_size < 1 or k % group_size:
         raise ValueError(f"in_features {k} is not a multiple of group_size {group_size}")
-    if symmetric and fractional:
-        raise ValueError("the symmetric grid has no zero-point to be fractional")
     weight = weight.contiguous()
     shape = (n, k // group_size)
     codes = torch.empty((n, k), dtype=torch.uint8, device=weight.device)
@@ -215,7 +204,7 @@ def hqq_groups(
         scale.numel(),
         group_size,
         iterations,
-        **hqq_constants(bits, symmetric, fractional, log, rows),
+        **hqq_constants(bits, fractional, log, rows),
         num_warps=4 if log <= 11 else 8,
         enable_fp_fusion=False,
     )

@@ -78,16 +78,14 @@ def test_operands_that_do_not_fit_are_named(name):
 
 def test_groups_that_do_not_fill_the_row_are_refused():
     with pytest.raises(ValueError, match="not a multiple"):
-        solve.hqq_groups(randn(2, 96), 4, 64, False, torch.float16, False, 20)
-    with pytest.raises(ValueError, match="symmetric"):
-        solve.hqq_groups(randn(2, 96), 4, 32, True, torch.float16, True, 20)
+        solve.hqq_groups(randn(2, 96), 4, 64, torch.float16, False, 20)
 
 
 def test_a_weight_that_is_not_finite_is_refused():
     weight = randn(2, 64)
     weight[1, 3] = torch.nan
     with pytest.raises(ValueError, match="row 1, group 0"):
-        solve.hqq_groups(weight, 4, 64, False, torch.float16, False, 3)
+        solve.hqq_groups(weight, 4, 64, torch.float16, False, 3)
 
 
 @pytest.mark.usefixtures("fresh_cache")
@@ -108,7 +106,7 @@ def test_round_block_compiles(target):
     [
         ("bf16", "fp16", 4, "fractional", 7, 16),
         ("fp16", "bf16", 3, "whole", 6, 32),
-        ("bf16", "fp32", 2, "sym", 12, 1),
+        ("bf16", "fp32", 2, "whole", 12, 1),
     ],
 )
 def test_hqq_compiles_without_fused_or_approximate_arithmetic(weight, scale, bits, kind, log, rows, target):
@@ -119,7 +117,7 @@ def test_hqq_compiles_without_fused_or_approximate_arithmetic(weight, scale, bit
         "zero_ptr": "*fp32" if kind == "fractional" else "*u8",
     }
     sizes = dict.fromkeys(["total", "group_size", "iterations"], "i32")
-    constexprs = solve.hqq_constants(bits, kind == "sym", kind == "fractional", log, rows)
+    constexprs = solve.hqq_constants(bits, kind == "fractional", log, rows)
     compiled = compile_kernel(
         solve.hqq_kernel, {**pointers, **sizes}, constexprs, target, num_warps=4, enable_fp_fusion=False
     )

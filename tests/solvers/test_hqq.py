@@ -89,10 +89,9 @@ def test_clip_is_the_part_of_the_error_that_shrinkage_leaves():
     assert (found[:, usual] / wanted[:, usual] - 1)[:-1].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_whole_zero_beats_rounding_to_nearest_within_the_format(bits, symmetric):
-    weight, scheme = heavy_tailed(32, 256), QuantScheme(bits, 64, symmetric)
+def test_whole_zero_beats_rounding_to_nearest_within_the_format(bits):
+    weight, scheme = heavy_tailed(32, 256), QuantScheme(bits, 64, False)
     ours = absolute_error(hqq.solve(weight, scheme, None, WHOLE), weight)
     nearest = absolute_error(rtn.solve(weight, scheme, None, rtn.Options()), weight)
     assert (ours <= nearest * (1 + 1e-6)).all()
@@ -103,9 +102,8 @@ CONSTANT = torch.cat([torch.full((1, 128), v) for v in (0.25, 0.0, -3.0, 1e-40, 
 
 
 @pytest.mark.parametrize("options", [FRACTIONAL, WHOLE], ids=["fractional", "whole"])
-@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
-def test_constant_and_vanishing_groups(options, symmetric):
-    q = hqq.solve(CONSTANT, QuantScheme(4, 32, symmetric), None, options)
+def test_constant_and_vanishing_groups(options):
+    q = hqq.solve(CONSTANT, QuantScheme(4, 32, False), None, options)
     found = dequantized(q)
     assert torch.isfinite(q.scale).all()
     assert torch.equal(found[:3].float(), CONSTANT[:3])
@@ -125,7 +123,7 @@ def test_scale_that_overflows_is_named():
     weight = randn(3, 64)
     weight[1, 40] = 1e7
     with pytest.raises(ValueError, match="row 1, group 1"):
-        hqq.solve(weight, QuantScheme(4, 32), None, WHOLE)
+        hqq.solve(weight, QuantScheme(4, 32, False), None, WHOLE)
 
 
 def test_result_does_not_depend_on_chunks_or_stages(monkeypatch):
@@ -142,7 +140,7 @@ def test_result_does_not_depend_on_chunks_or_stages(monkeypatch):
 
 
 def test_weight_is_left_alone_and_its_strides_do_not_matter():
-    weight, scheme = heavy_tailed(24, 128), QuantScheme(4, 32)
+    weight, scheme = heavy_tailed(24, 128), QuantScheme(4, 32, False)
     before = weight.clone()
     first = hqq.solve(weight, scheme, None, WHOLE)
     assert torch.equal(weight, before)
@@ -156,7 +154,7 @@ def test_weight_is_left_alone_and_its_strides_do_not_matter():
     bits=st.sampled_from([2, 3, 4, 8]),
     width=st.sampled_from([32, 96, 64, 20]),
     rows=st.integers(1, 3),
-    kind=st.sampled_from(["fractional", "whole", "symmetric"]),
+    kind=st.sampled_from(["fractional", "whole"]),
     dtype=st.sampled_from([torch.float16, torch.float32, torch.bfloat16]),
     scale_dtype=st.sampled_from(["float16", "float32", "bfloat16"]),
     seed=st.integers(0, 99),
@@ -165,21 +163,17 @@ def test_kernel_gives_the_same_bits(bits, width, rows, kind, dtype, scale_dtype,
     weight = heavy_tailed(rows, 2 * width, seed) + (0.1 if seed % 4 == 0 else 0)
     weight[0, :width] = [0.25, 0.0, -3.0, 1e-40][seed % 4]
     weight = weight.to(dtype)
-    scheme = QuantScheme(bits, -1, kind == "symmetric", scale_dtype)
+    scheme = QuantScheme(bits, -1, False, scale_dtype)
     grouped = weight.view(-1, width)
     ours = half_quadratic.fit(grouped, scheme, kind == "fractional", 20)
-    kernel = hqq_groups(
-        weight, bits, width, scheme.symmetric, getattr(torch, scale_dtype), kind == "fractional", 20
-    )
+    kernel = hqq_groups(weight, bits, width, getattr(torch, scale_dtype), kind == "fractional", 20)
     for mine, its in zip(ours, kernel, strict=True):
         assert torch.equal(mine.flatten(), its.flatten())
 
 
 def test_kernel_with_one_step_less_is_seen():
     weight = heavy_tailed(4, 128)
-    whole, less = (
-        hqq_groups(weight, 4, 64, False, torch.float16, True, iterations) for iterations in (20, 2)
-    )
+    whole, less = (hqq_groups(weight, 4, 64, torch.float16, True, iterations) for iterations in (20, 2))
     assert not torch.equal(whole[2], less[2])
 
 
@@ -187,3 +181,8 @@ def test_kernel_with_one_step_less_is_seen():
 def test_options_outside_their_range_are_named(bad):
     with pytest.raises(RecipeError, match="iterations"):
         dataclasses.replace(WHOLE, iterations=bad)
+
+
+def test_the_symmetric_grid_is_refused_with_a_way_out():
+    assert "--asym" in hqq.accepts(QuantScheme(4, 64, True))
+    assert hqq.accepts(QuantScheme(4, 64, False)) is None

@@ -44,14 +44,14 @@ def fit(
     weight: Tensor, scheme: QuantScheme, fractional: bool, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [N, K] uint8, scale [N, G] in the stored dtype and zero_point [N, G], float32 if fractional, else
-    uint8 (also for the symmetric grid), of weight [N, K].
+    uint8, of weight [N, K], on the asymmetric grid.
 
     Raises ValueError if a scale is not finite in its stored dtype.
     """
     n, k = weight.shape
     width, dtype = scheme.width(k), getattr(torch, scheme.scale_dtype)
     if weight.is_cuda:
-        return hqq_groups(weight, scheme.bits, width, scheme.symmetric, dtype, fractional, iterations)
+        return hqq_groups(weight, scheme.bits, width, dtype, fractional, iterations)
     grouped = weight.reshape(-1, width)
     chunk = max(1, _CHUNK // width)
     scale, zero = _start_grid(grouped, scheme, fractional, dtype)
@@ -96,7 +96,7 @@ def _start_grid(
     zero-point it spans the weights only, not also 0."""
     lo, hi = _flush(grouped.amin(1)), _flush(grouped.amax(1))
     if not fractional:
-        s, z = group_grid(lo, hi, scheme.bits, scheme.symmetric, dtype)
+        s, z = group_grid(lo, hi, scheme.bits, False, dtype)
         return s.float(), z
     # a constant group takes the scale that stores it exactly; for the rest group_grid of 0 .. hi - lo is
     # the plain quotient
@@ -168,9 +168,8 @@ def _run_whole(
         square = group_sum(torch.mul(c, c, out=d))
         new = torch.where(square > 0, s * (1 + along / square.clamp(min=1)), s).to(dtype).float()
         new = torch.where((new >= TINY_SCALE) & (new < torch.inf), new, s)
-        if not scheme.symmetric:
-            total = group_sum(c)
-            shift = total - s / new * (total + group_sum(clipped))
-            z = (z + shift / len(w)).round_().clamp_(0, scheme.max_code)
+        total = group_sum(c)
+        shift = total - s / new * (total + group_sum(clipped))
+        z = (z + shift / len(w)).round_().clamp_(0, scheme.max_code)
         s = new
     return _State(s, z, best, best_scale, best_zero)

@@ -8,10 +8,10 @@ the scale, with d = w / s + z - q and c = q - z:
     fractional zero   z <- z - mean(clip(d))
     whole zero        s <- s (1 + Σ c clip(d) / Σ c²),   z <- round(mean(q) - mean(w - shrink) / s)
 
-A whole zero-point cannot follow a shift that is a fraction of a step, so there the scale moves; the symmetric
-grid is the whole zero that stays where it is. A group stops at its first iterate that does not lower
-Σ |w - w^| and keeps its best one, of which the first is rounding to nearest. ([1]'s package applies that rule
-to the sum over the whole tensor and keeps the iterate that failed.)
+A whole zero-point cannot follow a shift that is a fraction of a step, so there the scale moves too. A group
+stops at its first iterate that does not lower Σ |w - w^| and keeps its best one, of which the first is
+rounding to nearest. ([1]'s package applies that rule to the sum over the whole tensor and keeps the iterate
+that failed.)
 
 [1] https://mobiusml.github.io/hqq_blog
 
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 class Options:
     """Keys under `solver:` of a recipe.
 
-    fractional_zero: a float32 zero-point per group, on the asymmetric grid; no interoperable format stores
-    it.
+    fractional_zero: a float32 zero-point per group, which no interoperable format stores.
     iterations: at most so many.
     """
 
@@ -52,7 +51,9 @@ class Options:
 
 
 def accepts(scheme: QuantScheme) -> str | None:
-    """Every grid can be fitted."""
+    """The symmetric grid has no zero-point to fit, and fitting its scale alone is worse than rtn."""
+    if scheme.symmetric:
+        return "hqq fits zero-points, which the symmetric grid has not; use --asym or --method rtn"
     return None
 
 
@@ -65,7 +66,6 @@ def solve(weight: Tensor, scheme: QuantScheme, stats: LayerStats | None, options
 
     from lowbit.solvers import half_quadratic
 
-    fractional = options.fractional_zero and not scheme.symmetric
     with torch.no_grad():
-        codes, scale, zero = half_quadratic.fit(weight, scheme, fractional, options.iterations)
-    return QuantizedTensor(codes, scale, None if scheme.symmetric else zero, scheme)
+        codes, scale, zero = half_quadratic.fit(weight, scheme, options.fractional_zero, options.iterations)
+    return QuantizedTensor(codes, scale, zero, scheme)
