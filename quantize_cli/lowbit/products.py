@@ -76,8 +76,9 @@ class Products(TorchFunctionMode):
             return func(*args, **kwargs)
         name, param = owner
         products = list(_products(name, param, weight, args[at_x]))
-        for product in products if self.before else ():
-            self.before(product)
+        if self.before:
+            for product in products:
+                self.before(product)
         y = func(*(a.to(self.dtype) if isinstance(a, Tensor) else a for a in args), **kwargs)
         if self.after and len(products) == 1:
             self.after(products[0], y)

@@ -17,6 +17,9 @@ from lowbit.cli.output import (
     PLAIN_WIDTH,
     LineProgress,
     LiveProgress,
+    NoProgress,
+    Output,
+    _progress,
     decibel,
     duration,
     note_list,
@@ -165,6 +168,34 @@ def test_live_progress_keeps_a_row_for_each_stage_and_ends_without_a_layer() -> 
     end = shown(console).rpartition("calibrate")[2]
     assert end.count("quantize") == 1
     assert "q_proj" not in end
+
+
+@pytest.mark.parametrize(
+    ("terminal", "term", "stdout_terminal", "flags", "kind"),
+    [
+        (True, "xterm", False, {}, LiveProgress),
+        (True, "xterm", True, {}, LiveProgress),
+        (True, "dumb", False, {}, LineProgress),
+        (False, "xterm", False, {}, LineProgress),
+        # JSON lines would be torn by a bar on the same terminal
+        (True, "xterm", True, {"json": True}, LineProgress),
+        (True, "xterm", False, {"json": True}, LiveProgress),
+        (True, "xterm", False, {"quiet": True}, NoProgress),
+    ],
+)
+def test_progress_suits_where_stderr_goes(
+    terminal: bool,
+    term: str,
+    stdout_terminal: bool,
+    flags: dict[str, bool],
+    kind: type,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: stdout_terminal)
+    status = screen(80, terminal)
+    chosen = _progress(Output(**({"json": False, "quiet": False} | flags), data=status, status=status))
+    assert type(chosen) is kind
 
 
 class Clock:

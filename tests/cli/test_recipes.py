@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,33 @@ def test_down_proj_and_nothing_else_gets_eight_bits() -> None:
 def test_rtn_asym_stays_rtn_and_asymmetric() -> None:
     recipe = make_recipe(RECIPES / "rtn-asym.yaml")
     assert (recipe.method, recipe.symmetric, recipe.group) == ("rtn", False, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "schemes"),
+    [
+        ("int4", {("o_proj", 4, 128, True), ("down_proj", 4, 128, True)}),
+        ("int8", {("o_proj", 8, 128, True), ("down_proj", 8, 128, True)}),
+        ("int4-down8", {("o_proj", 4, 128, True), ("down_proj", 8, 128, True)}),
+        ("rtn-asym", {("o_proj", 4, 64, False), ("down_proj", 4, 64, False)}),
+    ],
+)
+def test_plan_of_a_model_takes_the_recipe(
+    name: str, schemes: set[tuple[str, int, int, bool]], llama_folder: Path, lowbit: Callable
+) -> None:
+    ran = lowbit("plan", llama_folder, "--recipe", RECIPES / f"{name}.yaml", "--json")
+    assert ran.code == 0
+    layers = {row["name"].rpartition(".")[2]: row["scheme"] for row in ran.event("plan")["layers"]}
+    got = {
+        (last, layers[last]["bits"], layers[last]["group_size"], layers[last]["symmetric"])
+        for last in ("o_proj", "down_proj")
+    }
+    assert got == schemes
+
+
+def test_every_recipe_has_its_test() -> None:
+    tested = {"int4", "int8", "int4-down8", "rtn-asym"}
+    assert {file.stem for file in RECIPES.glob("*.yaml")} == tested
 
 
 def test_flags_win_over_the_file_and_only_those_given() -> None:

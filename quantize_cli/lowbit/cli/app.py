@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -50,4 +51,8 @@ app.command("push")(push.push)
 
 def main() -> None:
     """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # a locale without arrows and bars shows question marks instead of ending the run
+            stream.reconfigure(errors="replace")
     sys.exit(exit_code(app))

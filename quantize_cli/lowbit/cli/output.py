@@ -114,7 +114,7 @@ class Output:
         """Print one JSON line, if --json was given."""
         if self.json:
             try:
-                print(json.dumps(_json_value(event), ensure_ascii=False), flush=True)
+                print(json.dumps(_json_value(event)), flush=True)
             except BrokenPipeError:
                 reader_gone()
 
@@ -213,8 +213,11 @@ class _Left(ProgressColumn):
     def render(self, task: Task) -> Text:
         if task.finished:
             return Text(duration(task.finished_time or 0.0), style="green")
-        left = task.time_remaining
-        return Text("ETA –" if left is None else f"ETA {duration(left)}", style="bold")
+        if not task.total or not task.completed or not task.elapsed:
+            return Text("ETA –", style="bold")
+        # over the whole stage: layers differ in size, and the rate of the last few says little
+        left = task.elapsed * (task.total - task.completed) / task.completed
+        return Text(f"ETA {duration(left)}", style="bold")
 
 
 class LiveProgress:
@@ -337,7 +340,8 @@ def _progress(out: Output) -> LiveProgress | LineProgress | NoProgress:
     if out.quiet:
         return NoProgress()
     # JSON lines and a live bar on one terminal would overwrite each other
-    if out.status.is_terminal and not (out.json and sys.stdout.isatty()):
+    live = out.status.is_terminal and not out.status.is_dumb_terminal
+    if live and not (out.json and sys.stdout.isatty()):
         return LiveProgress(out.status)
     return LineProgress(out.status)
 
