@@ -7,10 +7,12 @@ from typing import Any, get_args
 
 import pytest
 
+from lowbit.checkpoint.formats import FORMATS
 from lowbit.cli import options
 from lowbit.cli.app import app
 from lowbit.cli.options import RECIPE_FLAGS
-from lowbit.recipe import Recipe
+from lowbit.recipe import Method, OnIndivisible, Recipe
+from lowbit.scheme import BITS, GROUP_SIZES
 
 # Keys that only a recipe file can hold: they have structure.
 FILE_ONLY = {"rules", "solver"}
@@ -47,6 +49,20 @@ def test_help_tells_the_recipes_default(key: str) -> None:
     else:
         assert told[1] == IN_WORDS[key]
         assert default in (None, (), IN_WORDS[key] == "on")
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("method", get_args(Method)),
+        ("format", tuple(FORMATS)),
+        ("on_indivisible", get_args(OnIndivisible)),
+        ("bits", BITS),
+        ("group", GROUP_SIZES),
+    ],
+)
+def test_help_tells_every_choice(key: str, names: tuple[object, ...]) -> None:
+    assert [name for name in names if str(name) not in option(key).help.rpartition("[dim]")[0]] == []
 
 
 def test_the_default_grid_in_words_is_the_recipes() -> None:

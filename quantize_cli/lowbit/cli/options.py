@@ -40,7 +40,9 @@ RECIPE_FLAGS: dict[str, Any] = {
         "--group", int, "128", GRID, "Inputs that share a scale: 32, 64, 128, 256, or -1 for the row.", "N"
     ),
     "sym": _flag("--sym/--asym", bool, "sym (hqq: asym)", GRID, "Fixed or stored zero-point."),
-    "format": _flag("--format", str, "compressed-tensors", GRID, "compressed-tensors, gptq or awq.", "NAME"),
+    "format": _flag(
+        "--format", str, "compressed-tensors", GRID, "compressed-tensors, gptq, gptq-v2 or awq.", "NAME"
+    ),
     "include": _flag(
         "--include",
         list[str],

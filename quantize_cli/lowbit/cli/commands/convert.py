@@ -14,7 +14,9 @@ from lowbit.cli.output import facts, listener, next_command, output, size
 
 def convert(
     folder: options.Folder,
-    format: Annotated[str, typer.Option("--format", help="compressed-tensors, gptq or awq.", metavar="NAME")],
+    format: Annotated[
+        str, typer.Option("--format", help="compressed-tensors, gptq, gptq-v2 or awq.", metavar="NAME")
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to write.", show_default="DIR-FORMAT")
     ] = None,
