@@ -30,6 +30,7 @@ bench: .venv/ready
 
 # the kernels as a repository of the Kernel Hub
 kernel-package: .venv/ready
+	rm -rf build/kernel-package
 	$(BIN)/python tools/kernel_package.py build/kernel-package
 
 clean:

@@ -37,7 +37,9 @@ y = k.w4a16_gemm(x, packed, scales, zeros, group_size=128)
 
 
 def build(out: Path) -> Path:
-    """Write the repository to `out`, which must not exist, and return it."""
+    """Write the repository to `out` and return it; SystemExit if something is there."""
+    if out.exists():
+        raise SystemExit(f"{out}: exists; remove it first")
     files = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
     metadata = json.loads((PACKAGE / "metadata.json").read_text())
