@@ -338,7 +338,7 @@ def solve_together(
     zeros = [None] * len(works) if solved.zero_point is None else solved.zero_point.split(heights)
     for work, codes, scale, zero in zip(works, *parts, zeros, strict=True):
         layer = work.layer if method == work.layer.method else fall_back(work.layer, work.reason or "")
-        yield work, layer, QuantizedTensor(codes, scale, zero, solved.scheme)
+        yield work, layer, QuantizedTensor(codes, scale, zero, solved.scheme, solved.notes)
 
 
 def take_layer(tensor: Tensor, layer: LayerPlan) -> Tensor:
@@ -371,6 +371,7 @@ def prove_layer(
         "method": layer.method,
         "packed_bytes": layer.packed_bytes,
         "fallback": layer.fallback,
+        "solver_notes": list(quantized.notes),
         "checksums": checksums(quantized),
         "errors": {},
     }

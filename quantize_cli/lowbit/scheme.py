@@ -78,12 +78,14 @@ class QuantizedTensor:
     codes: [N, K] uint8.  scale: [N, K/G] in the stored dtype.
     zero_point: [N, K/G] for the asymmetric grid, None for the symmetric one; uint8, or float32 where a
     solver keeps it fractional (no interoperable format stores that).
+    notes: what the solver met and did about it, for the manifest.
     """
 
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
     scheme: QuantScheme
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         n, k = self.codes.shape

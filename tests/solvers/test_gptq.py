@@ -189,6 +189,19 @@ def test_hessian_without_full_rank(options, symmetric):
     assert not dequantized(q)[:, 7].any()
 
 
+def test_what_the_hessian_took_is_noted():
+    x, weight = correlated_inputs(300, 64), randn(4, 64)
+    assert gptq.solve(weight, QuantScheme(4, 32), stats_of(x), FULL).notes == ()
+    x[:, 5] = 0
+    assert gptq.solve(weight, QuantScheme(4, 32), stats_of(x), FULL).notes == (
+        "1 inputs were 0 in all tokens: their weights are 0",
+    )
+    indefinite = stats_of(x).hessian - 0.2 * torch.diag(stats_of(x).hessian.diagonal().mean().expand(64))
+    note = gptq.solve(weight, QuantScheme(4, 32), LayerStats(indefinite, 300), PLAIN).notes[-1]
+    assert note.startswith("the Hessian took damping")
+    assert note.endswith("instead of 0.01")
+
+
 def test_rows_that_gptq_makes_worse_fall_back():
     """Uncorrelated inputs and a weight on the grid already: nothing beats rounding to nearest."""
     scheme = QuantScheme(4, 32, symmetric=True)

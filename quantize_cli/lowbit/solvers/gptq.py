@@ -97,7 +97,7 @@ def solve(weight: Tensor, scheme: QuantScheme, stats: LayerStats | None, options
             target = _target(weight[rows], None if cross is None else cross[rows], shared)
             parts.append(_solve_rows(target, scheme, shared, options))
         codes, scale, zero = (torch.cat(part) for part in zip(*parts, strict=True))
-    return QuantizedTensor(codes, scale, None if scheme.symmetric else zero, scheme)
+    return QuantizedTensor(codes, scale, None if scheme.symmetric else zero, scheme, shared.notes)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class _Shared:
     hessian: [K, K], damped, dead columns decoupled.  ridge: the damping in it.  dead: [K] bool.
     order: [K] int64, columns in the order in which they are rounded.
     root: factor of hessian in that order.  target_root: the same with λ for damping.
+    notes: what of the Hessian needed more than was asked for.
     """
 
     hessian: Tensor
@@ -115,6 +116,7 @@ class _Shared:
     order: Tensor
     root: Tensor
     target_root: Tensor
+    notes: tuple[str, ...]
 
 
 def _prepare(stats: LayerStats, options: Options) -> _Shared:
@@ -131,12 +133,21 @@ def _prepare(stats: LayerStats, options: Options) -> _Shared:
     if options.act_order:
         order = torch.argsort(stats.hessian.diagonal(), descending=True, stable=True)
     ordered = hessian[order][:, order]
-    result = target_result = factor(ordered, options.damping)
+    wanted = [options.damping]
     if stats.cross is not None and options.correction and options.correction_damping != options.damping:
-        target_result = factor(ordered, options.correction_damping)
-    ridge = result.damping * live_mean
+        wanted.append(options.correction_damping)
+    factors = [factor(ordered, damping) for damping in wanted]
+    notes = []
+    if dead.any():
+        notes.append(f"{int(dead.sum())} inputs were 0 in all tokens: their weights are 0")
+    for found, asked in zip(factors, wanted, strict=True):
+        if found.damping > asked:
+            notes.append(f"the Hessian took damping {found.damping:g} instead of {asked:g}")
+        elif found.dtype == torch.float64:
+            notes.append("the Hessian was factored in float64")
+    ridge = factors[0].damping * live_mean
     hessian.diagonal().add_(ridge)
-    return _Shared(hessian, ridge, dead, order, result.root, target_result.root)
+    return _Shared(hessian, ridge, dead, order, factors[0].root, factors[-1].root, tuple(notes))
 
 
 def _target(weight: Tensor, cross: Tensor | None, shared: _Shared) -> Tensor:
