@@ -18,7 +18,7 @@ LEVELS = {
     "lowbit": [
         {"errors"},
         {"scheme"},
-        {"events", "recipe", "hessian", "decode", "solvers", "checkpoint", "ahead", "device"},
+        {"events", "recipe", "hessian", "decode", "solvers", "checkpoint"} | {"ahead", "device", "manifest"},
         {"plan", "calib", "blocks", "validate", "folder", "verify", "evaluate", "tune", "report"}
         | {
             "inspect",

@@ -4,8 +4,9 @@ The text is cut into consecutive windows of `window` tokens, each `stride` after
 is not full is left out. If there are more than max_tokens allow, evenly spaced ones are taken. In a window
 every token is predicted from those before it, the first from nothing (it is not scored); with stride < window
 only the last `stride` tokens of a window are, so that each token counts once. Perplexity is exp of the mean
-negative log-likelihood over all scored tokens. KL is sum p (log p - log q), in nats, of the source's next-token
-distribution p and the quantized model's q; top-1 agreement is the share of tokens where both prefer the same.
+negative log-likelihood over all scored tokens. KL is sum p (log p - log q), in nats, of the source's
+next-token distribution p and the quantized model's q; top-1 agreement is the share of tokens where both
+prefer the same.
 
 Weights are decoded by lowbit.decode to fp32 on a CPU and to the model's dtype on a GPU. A model that does not
 fit in a quarter of the memory is loaded a block at a time for each batch of windows.
@@ -184,8 +185,8 @@ def make_windows(tokenizer: Any, texts: dict[str, str], protocol: Protocol) -> d
             rows[name] = cut(ids, protocol.window, protocol.stride, limit)
         if not len(rows[name]):
             raise SourceError(
-                f"{name}: {len(ids)} tokens do not fill a window of {protocol.window}; use a longer --text or "
-                "a smaller --window"
+                f"{name}: {len(ids)} tokens do not fill a window of {protocol.window}; "
+                "use a longer --text or a smaller --window"
             )
     return rows
 
@@ -242,8 +243,17 @@ def load_model(weights: WeightSource, device: torch.device, *, memory_bytes: int
     tied = model.all_tied_weights_keys
     names = [name for name in state if name in skeleton.origins or name not in tied]
 
+    shapes = {name: state[name].shape for name in names}
+
     def fill(wanted: Iterable[str]) -> None:
+        wanted = list(wanted)
         load(skeleton, weights, wanted, lambda name, stored: dtype, device)
+        for name in wanted:
+            found = _parameter(model, name).shape
+            if found != shapes[name]:
+                raise SourceError(
+                    f"{weights.name}: {name} is {list(found)}, config.json asks for {list(shapes[name])}"
+                )
 
     needed = sum(state[name].numel() for name in names) * dtype.itemsize
     if needed <= (memory_bytes if memory_bytes is not None else usable_memory(device)):
@@ -259,6 +269,11 @@ def load_model(weights: WeightSource, device: torch.device, *, memory_bytes: int
         parent, _, leaf = name.rpartition(".")
         model.get_submodule(parent)._parameters[leaf] = model.get_parameter(tied[name])
     return skeleton
+
+
+def _parameter(model: nn.Module, name: str) -> Tensor:
+    parent, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(parent), leaf)
 
 
 def stored_dtype(weights: WeightSource) -> torch.dtype:
@@ -290,15 +305,19 @@ def score(model: Any, reference: Any | None, rows: Tensor, stride: int) -> Tenso
     """Return float64 [4, tokens] for token ids rows [B, T]: negative log-likelihood by the model and by the
     reference, KL(reference || model), and 1 where both have the same most likely token.
 
-    Scored are the last `stride` tokens of each row, never the first. The last three rows are nan without a reference.
+    Scored are the last `stride` tokens of each row, never the first. Without a reference the last three rows
+    are nan.
     """
     last = min(stride, rows.shape[1] - 1)
     wanted = rows[:, -last:].reshape(-1)
-    logits = model(input_ids=rows, use_cache=False).logits[:, -last - 1 : -1].flatten(0, 1)
+    mask = torch.ones_like(rows)
+    output = model(input_ids=rows, attention_mask=mask, use_cache=False)
+    logits = output.logits[:, -last - 1 : -1].flatten(0, 1)
     if reference is None:
         scores = logits.new_full((4, len(wanted)), math.nan, dtype=torch.float64)
     else:
-        other = reference(input_ids=rows, use_cache=False).logits[:, -last - 1 : -1].flatten(0, 1)
+        output = reference(input_ids=rows, attention_mask=mask, use_cache=False)
+        other = output.logits[:, -last - 1 : -1].flatten(0, 1)
         scores = torch.empty((4, len(wanted)), dtype=torch.float64, device=rows.device)
     step = max(1, SCORE_BYTES // (4 * logits.shape[-1]))
     for start in range(0, len(wanted), step):
@@ -356,7 +375,7 @@ def first_nonfinite(weights: WeightSource, device: torch.device, tokens: int = 8
             block.register_forward_hook(watch(name))
         last = model.config.get_text_config().vocab_size - 1
         ids = torch.linspace(0, last, tokens, device=device).long()[None]
-        logits = model(input_ids=ids, use_cache=False).logits
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     if not bad and not bool(torch.isfinite(logits).all()):
         bad.append("the output layer")
     return bad[0] if bad else None

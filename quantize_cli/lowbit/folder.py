@@ -1,4 +1,4 @@
-"""A checkpoint folder as it lies on disk: headers, index, config and manifest, read without trusting any of them.
+"""A checkpoint folder as it lies on disk: headers, index, config and manifest, none of them trusted.
 
 Whatever is wrong is collected as faults, so that a report can list everything at once. Tensors are read with
 pread into fresh memory; nothing stays mapped.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lowbit.checkpoint.formats import format_of
 from lowbit.checkpoint.header import DTYPES, NARROW, TensorInfo, pread_into, read_header
 from lowbit.decode import PARTS, decode_layer, dequantize
 from lowbit.errors import SourceError
+from lowbit.manifest import complaint
 from lowbit.scheme import PackedTensor, QuantizedTensor, QuantScheme, ScaleDtype
 from lowbit_kernels.layout import pack_words
 
@@ -58,7 +60,8 @@ class StoredLayer:
 class Folder:
     """What open_folder found; faults is empty if all of it is consistent.
 
-    entries: in file and offset order, their files relative to path.  format: a name in FORMATS, None for a model that is not quantized.
+    entries: in file and offset order, their files relative to path.
+    format: a name in FORMATS, None for a model that is not quantized.
     scheme_of: what config.json says of (module name, class name), None for a dense one.
     """
 
@@ -93,10 +96,11 @@ class Folder:
 
 @dataclass(frozen=True)
 class DenseView:
-    """A folder read as if it had never been quantized: layers are decoded to `dtype` when they are read.
+    """A folder read as if it had never been quantized: layers are decoded to `dtype` when they are read, and
+    put together as the source had them, transposed or stacked by expert.
 
-    tensors: every name of the original model that the folder holds.  name, path, config, tensors and read are
-    what lowbit.skeleton asks of a source; config has no quantization_config.
+    name, path, config, tensors and read are what lowbit.skeleton asks of a source; config has no
+    quantization_config.
     """
 
     folder: Folder
@@ -114,18 +118,40 @@ class DenseView:
     def config(self) -> dict[str, Any]:
         return {key: value for key, value in self.folder.config.items() if key != "quantization_config"}
 
+    @cached_property
+    def origins(self) -> dict[str, list[dict[str, Any]]]:
+        """The manifest's rows of quantized layers by the source tensor that held them; without a manifest
+        every layer comes from NAME.weight."""
+        rows = {row["name"]: row for row in (self.folder.manifest or {}).get("layers", [])}
+        found: dict[str, list[dict[str, Any]]] = {}
+        for name in self.folder.layers:
+            row = {"name": name, "source": f"{name}.weight"} | rows.get(name, {})
+            found.setdefault(row["source"], []).append(row)
+        return found
+
     @property
-    def tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes by name."""
-        layers = {f"{layer.name}.weight": layer.shape for layer in self.folder.layers.values()}
-        return layers | {name: info.shape for name, info in self.folder.dense.items()}
+    def tensors(self) -> Mapping[str, TensorInfo | None]:
+        """Names of the original model; what is quantized has no header entry of its own."""
+        return dict.fromkeys(self.origins) | self.folder.dense
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor of the original model; SourceError if its stored parts do not fit."""
-        module = name.removesuffix(".weight")
-        if module not in self.folder.layers:
+        """Return one tensor of the original model, in its shape; SourceError if stored parts do not fit."""
+        if name not in self.origins:
             return self.folder.read(name)
-        quantized, order = decode(self.folder.layers[module], self.folder.parts(module))
+        pieces: dict[int | None, list[tuple[int, Tensor]]] = {}
+        for row in self.origins[name]:
+            first = (row.get("rows") or [0])[0]
+            pieces.setdefault(row.get("expert"), []).append((first, self.layer(row["name"])))
+        turned = self.origins[name][0].get("transposed", False)
+        matrices = {}
+        for expert, parts in pieces.items():
+            whole = torch.cat([values for _, values in sorted(parts, key=lambda part: part[0])])
+            matrices[expert] = whole.T.contiguous() if turned else whole
+        return matrices[None] if None in matrices else torch.stack([matrices[e] for e in sorted(matrices)])
+
+    def layer(self, name: str) -> Tensor:
+        """Return the weight [N, K] of one quantized layer."""
+        quantized, order = decode(self.folder.layers[name], self.folder.parts(name))
         values = dequantize(quantized, self.dtype)
         return values if order is None else torch.empty_like(values).index_copy_(1, order, values)
 
@@ -158,6 +184,10 @@ def open_folder(path: str | Path) -> Folder:
     faults: list[Fault] = []
     config = _read_json(path / "config.json", faults) or {}
     manifest = _read_json(path / MANIFEST, faults) if (path / MANIFEST).exists() else None
+    wrong = complaint(manifest) if manifest is not None else None
+    if wrong is not None:
+        faults.append(Fault("structure", MANIFEST, wrong))
+        manifest = None
     entries: dict[str, TensorInfo] = {}
     for file in sorted(path.glob("*.safetensors")):
         try:
@@ -222,7 +252,10 @@ def _check_index(path: Path, entries: dict[str, TensorInfo]) -> Iterator[Fault]:
     faults: list[Fault] = []
     index = _read_json(path / INDEX, faults) or {}
     yield from faults
-    listed = index.get("weight_map", {})
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        yield Fault("structure", INDEX, "has no weight_map of tensors to files")
+        return
     for file in sorted(set(listed.values())):
         if not (path / file).exists():
             yield Fault("structure", file, "is in the index but not in the folder")
@@ -234,14 +267,14 @@ def _check_index(path: Path, entries: dict[str, TensorInfo]) -> Iterator[Fault]:
                 yield Fault("structure", name, f"is missing from {file}")
         elif entries[name].file != file:
             yield Fault("structure", name, f"is in {entries[name].file}, the index says {file}")
-    for name in entries.keys() - listed.keys():
+    for name in sorted(entries.keys() - listed.keys()):
         yield Fault("structure", name, f"is in {entries[name].file} but not in the index")
 
 
 def _read_quantization(
     path: Path, config: dict[str, Any], faults: list[Fault]
 ) -> tuple[str | None, Callable[[str, str], QuantScheme | None]]:
-    """The format that config.json names, and its scheme of each module; SourceError for one we cannot read."""
+    """The format that config.json names, and its scheme of each module; SourceError for an unknown one."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         return None, lambda name, kind: None
@@ -260,7 +293,7 @@ def _find_layers(
     entries: dict[str, TensorInfo],
     faults: list[Fault],
 ) -> dict[str, StoredLayer]:
-    """Group the stored parts of quantized layers; shape and scale dtype from the parts, scheme from the config."""
+    """Group the stored parts of layers; shape and scale dtype from the parts, the scheme from config."""
     always, sometimes = PARTS[format]
     parts: dict[str, dict[str, TensorInfo]] = {}
     for entry in entries.values():

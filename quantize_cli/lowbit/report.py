@@ -10,7 +10,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import resources
@@ -19,13 +19,12 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import numpy as np
-from torch import Tensor
 
 from lowbit.checkpoint.source import Source
-from lowbit.errors import LowbitError, SourceError
+from lowbit.errors import SourceError
 from lowbit.evaluate import RESULT_FILE
 from lowbit.folder import DenseView, Folder, open_folder
-from lowbit.inspection import Engine, summarize, tensor_parallel
+from lowbit.inspection import summarize, tensor_parallel
 from lowbit.verify import VerifyReport, reach_source, source_weight
 
 REPORT_FILE = "report.html"
@@ -61,7 +60,7 @@ def report(
     out: None is report.html in the folder.  source: original model for the histograms; None takes the
     manifest's if it is on this machine.  verified: the outcome of verify, shown and preferred to the recorded
     errors.
-    Raises SourceError for a folder without lowbit.json, or when the libraries of the `report` extra are missing.
+    Raises SourceError for a folder without lowbit.json, or if a library of the `report` extra is missing.
     """
     try:
         import jinja2
@@ -108,7 +107,7 @@ def layer_rows(manifest: dict[str, Any], verified: VerifyReport | None) -> list[
     """Layers with known errors, the worst output error first."""
     measured = {layer.name: layer.errors for layer in verified.layers} if verified else {}
     rows = []
-    for layer in manifest.get("layers", []):
+    for layer in manifest["layers"]:
         errors = {**(layer.get("errors") or {}), **measured.get(layer["name"], {})}
         if "output_error" in errors:
             scheme = layer["scheme"]
@@ -151,7 +150,7 @@ def sizes(folder: Folder) -> Sizes:
 def copied(manifest: dict[str, Any]) -> list[tuple[str, int, int]]:
     """(reason, tensors, bytes) of what was not quantized, most bytes first."""
     groups: dict[str, list[int]] = {}
-    for row in manifest.get("copied", []):
+    for row in manifest["copied"]:
         groups.setdefault(row["reason"], []).append(row["nbytes"])
     return sorted(((why, len(each), sum(each)) for why, each in groups.items()), key=lambda row: -row[2])
 
@@ -208,7 +207,7 @@ def heat_map(rows: Sequence[Row]) -> str:
 
 def histogram(folder: Folder, manifest: dict[str, Any], source: Source | None, name: str) -> str:
     """Distribution of a layer's weights before (if there is a source) and after, on one axis."""
-    after = DenseView(folder).read(f"{name}.weight").float()
+    after = DenseView(folder).layer(name)
     row = next(row for row in manifest["layers"] if row["name"] == name)
     weight = None if source is None else source_weight(source, name, row)
     before = None if weight is None else weight.float()
@@ -238,7 +237,11 @@ def cell_of(name: str) -> tuple[int, str]:
     return int(found[1]), re.sub(r"\.\d+\.", ".*.", found[2])
 
 
-_ORDER = ("q", "k", "v", "qkv", "query", "c_attn", "o", "dense", "out", "gate", "up", "gate_up", "c_fc", "fc1", "w1", "w3", "down", "w2", "fc2")  # fmt: skip
+# columns of the heat map, in the order in which a block runs them
+_ORDER = (
+    "q", "k", "v", "qkv", "c_attn", "query_key_value", "o", "out", "dense",
+    "gate", "up", "gate_up", "c_fc", "fc1", "w1", "w3", "down", "w2", "fc2",
+)  # fmt: skip
 
 
 def _order(module: str) -> tuple[int, str]:
@@ -275,7 +278,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _svg(figure: Any, label: str, titles: dict[str, str]) -> str:
-    """The figure as an <svg> element that scales with the page; titles show when the pointer rests on a gid."""
+    """The figure as an <svg> element that scales with the page; titles: what the pointer shows, by gid."""
     out = io.StringIO()
     with _matplotlib().rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "lowbit", "font.family": "sans-serif"}

@@ -105,7 +105,7 @@ def load(
     dtype = dtype or getattr(torch, folder.config.get("dtype") or folder.config["torch_dtype"])
     view = DenseView(folder, dtype)
     skeleton = build_skeleton(view, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    _place_quantized(skeleton, folder, device)
+    _place_quantized(skeleton, view, device)
     model: Any = skeleton.model
     tied = model.all_tied_weights_keys
     names = [name for name in model.state_dict() if name in skeleton.origins or name not in tied]
@@ -116,12 +116,10 @@ def load(
     return model
 
 
-def _place_quantized(skeleton: Skeleton, folder: Folder, device: torch.device) -> None:
+def _place_quantized(skeleton: Skeleton, view: DenseView, device: torch.device) -> None:
     """Put a QuantLinear or QuantExperts in place of every module that holds quantized layers."""
-    layers = [
-        LayerPlan(layer.name, layer.shape, layer.scheme, "", f"{layer.name}.weight", layer.nbytes)
-        for layer in folder.layers.values()
-    ]
+    folder = view.folder
+    layers = [_plan_of(folder, source, row) for source, rows in view.origins.items() for row in rows]
     slots = find_slots(skeleton, layers)
     by_module: dict[str, dict[str, list[tuple[Slot, str]]]] = defaultdict(lambda: defaultdict(list))
     for name in folder.layers:
@@ -146,6 +144,22 @@ def _place_quantized(skeleton: Skeleton, folder: Folder, device: torch.device) -
                 f"{path}: a {type(module).__name__} with {', '.join(params)} is not known to lowbit.load"
             )
         skeleton.model.set_submodule(path, replacement)
+
+
+def _plan_of(folder: Folder, source: str, row: dict[str, Any]) -> LayerPlan:
+    """Where the original model held a quantized layer, as find_slots wants to know it."""
+    stored = folder.layers[row["name"]]
+    return LayerPlan(
+        stored.name,
+        stored.shape,
+        stored.scheme,
+        method="",
+        source=source,
+        source_bytes=stored.nbytes,
+        expert=row.get("expert"),
+        rows=tuple(row["rows"]) if row.get("rows") else None,
+        transposed=bool(row.get("transposed")),
+    )
 
 
 def _read_experts(

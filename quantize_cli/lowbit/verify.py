@@ -3,8 +3,8 @@
     structure   headers fill their files; index, headers and manifest name the same tensors, shapes and dtypes
     config      config.json gives every layer the scheme that its tensors have
     hash        SHA-256 of every file, as the manifest recorded it
-    numbers     every layer decoded by a second route (lowbit.decode); its codes, scales and zero-points summed
-                exactly and compared with what the solver returned; copied tensors and side files likewise
+    numbers     every layer decoded by a second route (lowbit.decode); its codes, scales and zero-points
+                summed exactly and compared with what the solver returned; copied tensors and side files too
     source      every layer against the weight it came from; copied tensors, side files and settings equal
     kernel      the W4A16 kernel on the stored words against the decoded weight
     forward     the whole model on a few tokens: all hidden states are finite
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -58,8 +57,8 @@ OWN_FILES = {"config.json", "README.md", "quantize_config.json", "model.safetens
 
 HASH_CHUNK = 16 << 20
 
-# Source and output are decoded exactly as at quantization time; only the order of fp32 sums may differ between
-# devices, which moves a norm by about sqrt(K) * 2^-24 of itself: 1e-5 for K = 28672.
+# Source and output are decoded exactly as at quantization time; only the order of fp32 sums may differ
+# between devices, which moves a norm by about sqrt(K) * 2^-24 of itself: 1e-5 for K = 28672.
 RECORDED_TOLERANCE = 1e-4
 
 
@@ -89,7 +88,10 @@ class LayerCheck:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The outcome. checks: for each check "ok", "failed" or why it was not made.  files: how many were hashed."""
+    """The outcome.
+
+    checks: for each check "ok", "failed" or why it was not made.  files: how many were hashed.
+    """
 
     path: str
     format: str | None
@@ -153,7 +155,7 @@ def verify(
         on_event(events.Stage("verify", str(path), sum(info.nbytes for info in folder.entries.values())))
         if numeric:
             bench = Bench(folder, origin, pick_device(device))
-            faults += check_side_files(folder, origin)
+            faults += check_rest(folder, origin)
             for job, (layer, found) in ahead(bench.check, reader.jobs(), Job.size):
                 layers += [layer] if layer else []
                 faults += found
@@ -193,14 +195,17 @@ def check_structure(folder: Folder) -> Iterator[Fault]:
     """Compare tensors and files with the manifest's rows; without a manifest there is nothing to compare."""
     if folder.manifest is None:
         return
-    dense = folder.dense
     expected: set[str] = set()
-    for row in folder.manifest.get("layers", []):
+    for row in folder.manifest["layers"]:
+        wanted = parts_of(folder.format, row["scheme"]["symmetric"])
+        expected |= {f"{row['name']}.{suffix}" for suffix in wanted}
         stored = folder.layers.get(row["name"])
         if stored is None:
             yield Fault("structure", row["name"], "is in the manifest but not packed in the files")
             continue
-        expected |= {info.name for info in stored.parts.values()}
+        for suffix in wanted:
+            if suffix not in stored.parts:
+                yield Fault("structure", f"{row['name']}.{suffix}", "is missing")
         if list(stored.shape) != row["shape"]:
             yield Fault(
                 "structure", row["name"], f"is {list(stored.shape)}, the manifest says {row['shape']}"
@@ -208,7 +213,7 @@ def check_structure(folder: Folder) -> Iterator[Fault]:
         scale = stored.parts["weight_scale" if "weight_scale" in stored.parts else "scales"]
         if stored.scheme.scale_dtype != row["scheme"]["scale_dtype"]:
             yield Fault("structure", scale.name, f"is {scale.dtype}, not {row['scheme']['scale_dtype']}")
-    for row in folder.manifest.get("copied", []):
+    for row in folder.manifest["copied"]:
         info = folder.entries.get(row["name"])
         if info is None:
             yield Fault("structure", row["name"], "is missing")
@@ -220,8 +225,7 @@ def check_structure(folder: Folder) -> Iterator[Fault]:
             )
         expected.add(row["name"])
     for name in sorted(folder.entries.keys() - expected):
-        if name in dense or name.rpartition(".")[0] not in {row["name"] for row in folder.manifest["layers"]}:
-            yield Fault("structure", name, f"is in {folder.entries[name].file} but not in the manifest")
+        yield Fault("structure", name, f"is in {folder.entries[name].file} but not in the manifest")
     listed = set(_recorded(folder, "files"))
     present = {file.relative_to(folder.path).as_posix() for file in folder.path.rglob("*") if file.is_file()}
     for name in sorted(listed - present):
@@ -230,6 +234,16 @@ def check_structure(folder: Folder) -> Iterator[Fault]:
     present = {name for name in present if "/." not in f"/{name}"}
     for name in sorted(present - listed - LATER_FILES) if listed else ():
         yield Fault("structure", name, "is in the folder but not in the manifest")
+
+
+def parts_of(format: str | None, symmetric: bool) -> tuple[str, ...]:
+    """Suffixes of the tensors that lowbit writes for one layer."""
+    if format is None:
+        return ()
+    always, sometimes = PARTS[format]
+    if format == "compressed-tensors":
+        return always if symmetric else (*always, "weight_zero_point")
+    return (*always, *sometimes)
 
 
 _BLOCK = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.")
@@ -244,7 +258,7 @@ def check_config(folder: Folder) -> Iterator[Fault]:
         yield Fault("config", "config.json", f"names {wanted} decoder blocks, the files hold {len(blocks)}")
     if folder.manifest is None or folder.format is None:
         return
-    for row in folder.manifest.get("layers", []):
+    for row in folder.manifest["layers"]:
         stored, scheme = folder.layers.get(row["name"]), row["scheme"]
         if stored is None:
             continue
@@ -253,7 +267,7 @@ def check_config(folder: Folder) -> Iterator[Fault]:
             yield Fault(
                 "config", row["name"], f"config.json says {stored.scheme}, the manifest {_text(scheme)}"
             )
-    for row in folder.manifest.get("copied", []):
+    for row in folder.manifest["copied"]:
         module = row["name"].removesuffix(".weight")
         if row.get("linear") and folder.scheme_of(module, "Linear") is not None:
             yield Fault("config", module, "is dense, but config.json does not leave it out")
@@ -266,7 +280,7 @@ def _text(scheme: dict[str, Any]) -> str:
 
 def _recorded(folder: Folder, key: str) -> dict[str, Any]:
     """The manifest's output files (SHA-256) or checksums by file name; empty if it has none."""
-    return (folder.manifest or {}).get("output", {}).get(key, {})
+    return {} if folder.manifest is None else folder.manifest["output"].get(key, {})
 
 
 # ---- reading each file once
@@ -379,9 +393,9 @@ class Bench:
         faults = list(self._check_sums(job.layer, quantized, row))
         weight = None if self.source is None else source_weight(self.source, job.name, row)
         self.source_bytes += 0 if weight is None else weight.nbytes
-        if weight is not None and tuple(weight.shape) != quantized.shape:
-            shape = list(weight.shape)
-            faults.append(Fault("source", job.name, f"is {list(quantized.shape)}, its source weight {shape}"))
+        if self.source is not None and (weight is None or tuple(weight.shape) != quantized.shape):
+            there = "has no such weight" if weight is None else f"has {list(weight.shape)}"
+            faults.append(Fault("source", job.name, f"is {list(quantized.shape)}, the source {there}"))
             weight = None
         packed = move(for_kernel(job.tensors, quantized), self.device)
         tile = self._first_of(quantized.scheme)
@@ -429,14 +443,16 @@ class Bench:
         row = self.copied.get(name, {})
         if "checksum" in row and checksum(tensor) != row["checksum"]:
             yield Fault("numbers", name, "is not what was copied: its checksum differs")
-        if self.source is not None and name in self.source.tensors:
+        if self.source is not None and name not in self.source.tensors:
+            yield Fault("source", name, "is not in the source")
+        elif self.source is not None:
             original = self.source.read(name)
             self.source_bytes += original.nbytes
-            if not _same_bytes(tensor, original):
+            # other tools may cast what they copy
+            if not _same_bytes(tensor, original if row else original.to(tensor.dtype)):
                 yield Fault("source", name, "differs from the source's tensor, though it was copied")
-        elif self.source is None and "checksum" not in row and tensor.is_floating_point():
-            if tensor.dtype.itemsize > 1 and not bool(torch.isfinite(tensor).all()):
-                yield Fault("numbers", name, "has values that are not finite")
+        elif not row and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            yield Fault("numbers", name, "has values that are not finite")
 
 
 def source_weight(source: Source, name: str, row: dict[str, Any]) -> Tensor | None:
@@ -448,6 +464,8 @@ def source_weight(source: Source, name: str, row: dict[str, Any]) -> Tensor | No
     if where not in source.tensors:
         return None
     expert = row.get("expert")
+    if expert is not None and not 0 <= expert < source.tensors[where].shape[0]:
+        return None
     tensor = source.read(where) if expert is None else source.read_rows(where, expert)
     weight = tensor.T.contiguous() if row.get("transposed") else tensor
     return weight[slice(*row["rows"])] if row.get("rows") else weight
@@ -494,14 +512,24 @@ def reach_source(folder: Folder, given: str | Path | None, stack: ExitStack) -> 
         return None, f"the manifest's source cannot be opened: {e}"
 
 
-def check_side_files(folder: Folder, source: Source | None) -> Iterator[Fault]:
-    """Compare files that hold no tensors with their recorded checksums and with the source's, byte for byte."""
+def check_rest(folder: Folder, source: Source | None) -> Iterator[Fault]:
+    """What no tensor of the folder shows: source tensors that got lost, and files without tensors against
+    their recorded checksums and the source's files, byte for byte; settings of config.json likewise.
+
+    Other tools write tokenizer and config anew, so without a manifest there is nothing to say.
+    """
+    if folder.manifest is None:
+        return
     for name, recorded in _recorded(folder, "checksums").items():
         path = folder.path / name
         if path.is_file() and file_checksum(path) != recorded:
             yield Fault("numbers", name, "is not the file that was written: its checksum differs")
     if source is None:
         return
+    known = {row["source"] for row in folder.manifest["layers"]} | folder.manifest["dropped"].keys()
+    for name in source.tensors:
+        if name not in known and name not in folder.entries:
+            yield Fault("source", name, "is in the source, and neither quantized, copied nor dropped")
     for original in source.side_files:
         inside = original.is_relative_to(source.path)
         name = original.relative_to(source.path).as_posix() if inside else original.name

@@ -70,15 +70,7 @@ def dense_logits(folder, tmp_path):
     view = DenseView(open_folder(folder))
     dense = tmp_path / "dense"
     dense.mkdir()
-    transposed = {
-        row["name"] for row in json.loads((folder / "lowbit.json").read_text())["layers"] if row["transposed"]
-    }
-    tensors = {
-        name: (
-            view.read(name).T if name.removesuffix(".weight") in transposed else view.read(name)
-        ).contiguous()
-        for name in view.tensors
-    }
+    tensors = {name: view.read(name) for name in view.tensors}
     save_file(tensors, dense / "model.safetensors", {"format": "pt"})
     (dense / "config.json").write_text(json.dumps(view.config))
     with torch.no_grad():

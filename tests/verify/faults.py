@@ -93,16 +93,15 @@ def delete_tensor(name: str) -> Callable[[Path], None]:
     return plant
 
 
-def add_tensor(folder: Path) -> None:
-    file = load(folder, f"{Q_PROJ}.weight_scale")
-    at = len(file.data)
-    file.header["model.layers.0.self_attn.extra"] = {
-        "dtype": "F16",
-        "shape": [4],
-        "data_offsets": [at, at + 8],
-    }
-    file.data += bytes(8)
-    file.save()
+def add_tensor(name: str) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        file = load(folder, f"{Q_PROJ}.weight_scale")
+        at = len(file.data)
+        file.header[name] = {"dtype": "I32", "shape": [2], "data_offsets": [at, at + 8]}
+        file.data += bytes(8)
+        file.save()
+
+    return plant
 
 
 def truncate(folder: Path) -> None:
@@ -176,7 +175,13 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str, str, bool]] = {
     "scale deleted": (delete_tensor(f"{Q_PROJ}.weight_scale"), WEIGHTS, "q_proj", False),
     "zero-point deleted": (delete_tensor(f"{Q_PROJ}.weight_zero_point"), WEIGHTS, "q_proj", True),
     "copied tensor deleted": (delete_tensor("model.norm.weight"), WEIGHTS, "model.norm", False),
-    "extra tensor": (add_tensor, WEIGHTS, "extra", False),
+    "extra tensor": (add_tensor("model.layers.0.extra"), WEIGHTS, "extra", False),
+    "zero-point of a symmetric layer": (
+        add_tensor(f"{Q_PROJ}.weight_zero_point"),
+        WEIGHTS,
+        "weight_zero_point",
+        False,
+    ),
     "file truncated": (truncate, WEIGHTS, WEIGHTS, False),
     "layers exchanged": (exchange_layers, WEIGHTS, "q_proj", False),
     "side file altered": (alter_side_file, "tokenizer.json", "tokenizer.json", False),

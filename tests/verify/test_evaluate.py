@@ -8,14 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowbit import evaluate, pipeline
+from lowbit import evaluate, pipeline, verify
 from lowbit.decode import dequantize
 from lowbit.errors import SourceError
 from lowbit.folder import DenseView, open_folder
 from lowbit.recipe import Recipe
 
 TEXT = " ".join(
-    f"line {i}: the quick brown fox jumps over {i} lazy dogs and sells sea shells by the shore" for i in range(90)
+    f"line {i}: the quick brown fox jumps over {i} lazy dogs and sells sea shells by the shore"
+    for i in range(90)
 )
 
 
@@ -138,7 +139,7 @@ def test_the_shipped_text_is_used_without_one(model):
 def test_text_that_is_missing_or_too_short_is_refused(model, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("a few words")
-    with pytest.raises(SourceError, match="short: .* tokens do not fill a window of 512"):
+    with pytest.raises(SourceError, match=r"short: .* tokens do not fill a window of 512"):
         evaluate.evaluate(model, text=[short])
     with pytest.raises(SourceError, match=r"none\.txt"):
         evaluate.evaluate(model, text=[tmp_path / "none.txt"])
@@ -165,3 +166,28 @@ def test_every_format_is_read_as_it_was_meant(build_llama, tmp_path, text, keys)
     folder = open_folder(tmp_path / "two")
     assert not dequantize.__module__.startswith("lowbit_kernels")
     assert len(folder.layers) == 14
+
+
+def test_conv1d_weights_come_back_the_way_the_model_holds_them(model, tmp_path, text):
+    """GPT-2 stores [in, out]; the files hold [out, in]."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    source = tmp_path / "gpt2"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=512, n_positions=128)
+        GPT2LMHeadModel(config).save_pretrained(source)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, source)
+    pipeline.quantize(source, tmp_path / "out", Recipe(bits=8, group=32))
+    report = evaluate.evaluate(tmp_path / "out", source, [text], window=64, max_tokens=256)
+    assert report.total.kl_mean < 1e-4
+    assert verify.verify(tmp_path / "out", source).checks["forward"] == "ok"
+
+
+def test_a_config_of_another_size_is_refused(quantized, tmp_path, text):
+    folder = shutil.copytree(quantized, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 256}))
+    with pytest.raises(SourceError, match=r"mlp.* is \[512, 256\], config.json asks for \[256, 256\]"):
+        evaluate.evaluate(folder, text=[text])

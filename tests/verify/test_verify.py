@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import FAULTS, Q_PROJ, flip, load
+from faults import FAULTS, Q_PROJ, delete_tensor, flip, load
 
 from lowbit import pipeline, verify
+from lowbit.errors import LowbitError
 from lowbit.recipe import Recipe
 
 # what each check is allowed to use
@@ -203,3 +204,66 @@ def test_a_missing_file_is_named(damaged, switches):
     (folder / "tokenizer.json").unlink()
     report = verify.verify(folder, **switches)
     assert [fault.where for fault in report.failures if fault.check == "structure"] == ["tokenizer.json"]
+
+
+def nodes(value, path=()):
+    """Paths to every value in a JSON document, lists by their first element only."""
+    yield path
+    if isinstance(value, dict):
+        for key in value:
+            yield from nodes(value[key], (*path, key))
+    elif isinstance(value, list) and value:
+        yield from nodes(value[0], (*path, 0))
+
+
+def with_value(document, path, value):
+    document = json.loads(json.dumps(document))
+    *parents, last = path
+    place = document
+    for key in parents:
+        place = place[key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return document
+
+
+@pytest.mark.parametrize("file", ["lowbit.json", "config.json", "model.safetensors.index.json"])
+def test_a_malformed_document_is_a_finding_and_no_crash(damaged, file):
+    source, folder = damaged(True)
+    path = folder / file
+    if not path.exists():
+        names = load(folder, f"{Q_PROJ}.weight_scale").header.keys() - {"__metadata__"}
+        path.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}))
+    good = json.loads(path.read_text())
+    ways = [path for path in nodes(good) if path and "tensors" not in path]
+    for way in ways[:80]:
+        for value in (..., None, -1, "x", [], {"a": 1}, ["a"]):
+            path.write_text(json.dumps(with_value(good, way, value)))
+            try:
+                verify.verify(folder, source, hash=False, forward=False, numeric=False)
+            except LowbitError:
+                continue
+    for text in ("", "[]", "{", "null"):
+        path.write_text(text)
+        assert refused(folder, source)
+
+
+def refused(folder, source):
+    try:
+        return not verify.verify(folder, source, hash=False, forward=False, numeric=False).ok
+    except LowbitError:
+        return True
+
+
+def test_a_tensor_that_was_lost_is_noticed(damaged):
+    """The source has a tensor that the output neither quantized, copied nor dropped."""
+    source, folder = damaged(False)
+    path = folder / "lowbit.json"
+    manifest = json.loads(path.read_text())
+    manifest["copied"] = [row for row in manifest["copied"] if row["name"] != "model.norm.weight"]
+    path.write_text(json.dumps(manifest))
+    delete_tensor("model.norm.weight")(folder)
+    report = verify.verify(folder, source, hash=False, forward=False)
+    assert [fault.where for fault in report.failures] == ["model.norm.weight"]

@@ -154,6 +154,9 @@ def read_config(config: dict[str, Any]) -> Callable[[str, str], QuantScheme | No
         ]
     except (KeyError, TypeError, AttributeError) as e:
         raise SourceError(f"quantization_config: malformed ({type(e).__name__}: {e})") from None
+    for rule in (*ignore, *(rule for rules, _ in groups for rule in rules)):
+        if not isinstance(rule, str):
+            raise SourceError(f"quantization_config: malformed (target {rule!r} is not text)")
 
     def scheme_of(name: str, kind: str) -> QuantScheme | None:
         if any(_rank(rule, name, kind) for rule in ignore):

@@ -1,0 +1,82 @@
+"""What lowbit.json has to look like for verify, report and runtime to rely on it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Pair = Annotated[list[int], Field(min_length=2, max_length=2)]
+
+
+class _Part(BaseModel):
+    # values of the wrong type are refused rather than converted; later versions may add keys
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _Scheme(_Part):
+    bits: int
+    group_size: int
+    symmetric: bool
+    scale_dtype: str
+
+
+class _Layer(_Part):
+    """A quantized layer and where its weight lies in the source, see plan.LayerPlan."""
+
+    name: str
+    source: str
+    shape: Pair
+    scheme: _Scheme
+    method: str
+    packed_bytes: int
+    expert: int | None = None
+    rows: Pair | None = None
+    transposed: bool = False
+    fallback: str | None = None
+    checksums: dict[str, str] = {}
+    errors: dict[str, float] | None = None
+
+
+class _Copied(_Part):
+    """A tensor that was copied as it is, see plan.CopyPlan."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    nbytes: int
+    reason: str
+    linear: bool = False
+    checksum: str | None = None
+
+
+class _Source(_Part):
+    name: str
+    files: dict[str, str]
+
+
+class _Output(_Part):
+    files: dict[str, str]
+    checksums: dict[str, str] = {}
+
+
+class _Manifest(_Part):
+    lowbit: str
+    recipe: dict[str, Any]
+    versions: dict[str, str]
+    source: _Source
+    output: _Output
+    layers: list[_Layer]
+    copied: list[_Copied]
+    dropped: dict[str, str]
+    notes: list[str]
+
+
+def complaint(manifest: dict[str, Any]) -> str | None:
+    """Why a manifest cannot be relied on: the first value that is missing or of the wrong type, else None."""
+    try:
+        _Manifest.model_validate(manifest)
+    except ValidationError as e:
+        first = e.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return None
