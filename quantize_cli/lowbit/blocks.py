@@ -83,6 +83,12 @@ class LayerWork:
     stats: LayerStats | None
     reason: str | None = None
 
+    def same_problem(self, other: LayerWork) -> bool:
+        """The rows of both may be solved as rows of one matrix."""
+        if self.stats is None or other.stats is None or self.stats.hessian is not other.stats.hessian:
+            return False
+        return (self.layer.method, self.layer.scheme) == (other.layer.method, other.layer.scheme)
+
 
 @contextmanager
 def open_engine(

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +45,8 @@ if TYPE_CHECKING:
 
 # Rows and tokens of calibration text where the recipe does not say: a CPU needs minutes for a fraction.
 CALIBRATION_SIZE = {"cpu": (16, 512), "cuda": (128, 2048)}
+# Weights of layers that are solved as one.
+STACKED_WEIGHTS = {"cpu": 1 << 23, "cuda": 1 << 28}
 
 
 def quantize(
@@ -308,14 +309,18 @@ def solve_calibrated(job: Job, units: list[Unit], calibration: CalibrationRows) 
 
 
 def alike(works: Iterable[LayerWork]) -> Iterator[list[LayerWork]]:
-    """Neighbours that are solved as one: their rows share the inputs, the method and the scheme."""
-
-    def key(work: LayerWork) -> Any:
-        shared = None if work.stats is None else id(work.stats.hessian)
-        return shared, work.layer.method, work.layer.scheme
-
-    for _, together in groupby(works, key):
-        yield list(together)
+    """Neighbours that are solved as one: their rows share the inputs, the method and the scheme, and are few
+    enough that a copy of them does not count."""
+    together: list[LayerWork] = []
+    for work in works:
+        size = sum(other.weight.numel() for other in [*together, work])
+        fits = size <= STACKED_WEIGHTS[work.weight.device.type]
+        if together and not (fits and work.same_problem(together[0])):
+            yield together
+            together = []
+        together.append(work)
+    if together:
+        yield together
 
 
 def solve_together(

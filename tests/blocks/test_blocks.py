@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import MODELS
+from tiny_models import MODELS, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -329,6 +331,36 @@ def test_one_block_is_resident_at_a_time(tiny: Tiny) -> None:
                 assert resident == {name == block.name}
             assert engine.skeleton.model.get_input_embeddings().weight.is_meta
             assert {p.dtype for p in block.params.values()} == {torch.float16}
+
+
+MEMORY = """
+import resource, sys
+sys.path.insert(0, sys.argv[2])
+from test_blocks import coarse, make_rows, opened
+from pathlib import Path
+
+peaks = []
+with opened(Path(sys.argv[1]), make_rows(2)) as (engine, _):
+    for block in engine.blocks():
+        for stage in block.stages():
+            for work in stage.work():
+                stage.replace(work.layer, coarse(work.weight))
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(*peaks)
+"""
+
+
+def test_memory_does_not_grow_with_depth(tmp_path: Path) -> None:
+    """The peak after eight blocks is that of the first two, within half a block."""
+    size = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "head_dim": 192}
+    save_model("llama", tmp_path, **size)
+    block_kib = 2 * (768 * 768 * 3 + 3 * 768 * 2048) / 1024
+    command = [sys.executable, "-c", MEMORY, str(tmp_path), str(Path(__file__).parent)]
+    peaks = [
+        int(p) for p in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    ]
+    assert len(peaks) == 8
+    assert peaks[-1] - peaks[1] < block_kib / 2, peaks
 
 
 def test_random_states_of_the_caller_are_untouched(tiny: Tiny) -> None:
