@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from lowbit.errors import RecipeError
 from lowbit.scheme import BITS, GROUP_SIZES
@@ -44,7 +44,8 @@ def _check_pattern(pattern: str) -> str:
     if pattern.startswith("re:"):
         try:
             re.compile(pattern[3:])
-        except re.error as e:
+        # the last two: a{99999999999}, and parentheses a thousand deep
+        except (re.error, OverflowError, RecursionError) as e:
             raise ValueError(f"{pattern!r} is not a regular expression: {e}") from None
     return pattern
 
@@ -93,9 +94,10 @@ class Recipe(_Keys):
     on_indivisible: OnIndivisible = "smaller-group"
     allow_mixed_fused: bool = False
     calib: str | None = None
-    samples: int | None = None
-    seqlen: int | None = None
-    seed: int = 0
+    samples: int | None = Field(None, ge=1)
+    seqlen: int | None = Field(None, ge=1)
+    # what random, numpy and torch all take
+    seed: int = Field(0, ge=0, lt=2**32)
     strict: bool = False
     trust_remote_code: bool = False
     device: str = "auto"
@@ -114,6 +116,19 @@ class Recipe(_Keys):
         return self.method != "hqq" if self.sym is None else self.sym
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key stands once; the plain loader takes the last of two and says nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            name = str(key.value).replace("-", "_")
+            if name in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{name} is there twice", key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
 def make_recipe(file: str | Path | None = None, **given: Any) -> Recipe:
     """Return the recipe of a YAML file (or none) with the `given` keys that are not None on top.
 
@@ -122,16 +137,18 @@ def make_recipe(file: str | Path | None = None, **given: Any) -> Recipe:
     keys: dict[str, Any] = {}
     if file is not None:
         try:
-            keys = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
+            keys = yaml.load(Path(file).read_text(encoding="utf-8-sig"), _Loader) or {}
         except OSError as e:
             raise RecipeError(f"{file}: {e.strerror or e}; pass --recipe a YAML file") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as e:
+        # ValueError: not UTF-8, or a date or number that Python cannot hold
+        except (yaml.YAMLError, ValueError, RecursionError) as e:
             raise RecipeError(f"{file}: not YAML: {' '.join(str(e).split())}") from None
         if not isinstance(keys, dict):
             raise RecipeError(f"{file}: expected keys like 'bits: 4', found {type(keys).__name__}")
+    keys = {str(k).replace("-", "_"): v for k, v in keys.items()}
     keys |= {k: v for k, v in given.items() if v is not None}
     try:
-        return Recipe(**{k.replace("-", "_"): v for k, v in keys.items()})
+        return Recipe(**keys)
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(map(str, first["loc"])) or "recipe"
