@@ -137,6 +137,7 @@ ONE_FILE: dict[str, tuple[Damage, list[str]]] = {
     "backwards": (swap_entry(NORM, data_offsets=[512, 0]), [NORM]),
     "negative": (swap_entry(NORM, data_offsets=[-512, 0]), [NORM, "malformed"]),
     "shape lies": (swap_entry(NORM, shape=[255]), [NORM, "510 bytes"]),
+    "shape is an object": (swap_entry(NORM, shape={}, data_offsets=[0, 2]), [NORM, "malformed"]),
     "shape is text": (swap_entry(NORM, shape="256"), [NORM, "malformed"]),
     "unknown dtype": (swap_entry(NORM, dtype="Q4"), [NORM, "unknown dtype Q4"]),
     "fp8": (
@@ -161,6 +162,22 @@ ONE_FILE: dict[str, tuple[Damage, list[str]]] = {
     "config not json": (write("config.json", b'{"model_type": '), ["config.json", "not JSON"]),
     "config a list": (write("config.json", b"[]"), ["config.json", "expected a JSON object"]),
     "config twice": (write("config.json", b'{"a": 1, "a": 2}'), ["'a' is there twice"]),
+    **{
+        f"config {key} {value}": (config(**{key: value}), ["config.json", f"{key} is {json.dumps(value)}"])
+        for key, value in [
+            ("num_hidden_layers", "two"),
+            ("num_hidden_layers", 2.5),
+            ("num_hidden_layers", True),
+            ("architectures", "LlamaForCausalLM"),
+            ("model_type", ["llama"]),
+            ("text_config", "x"),
+            ("llm_config", 5),
+            ("auto_map", [1]),
+            ("tie_word_embeddings", "false"),
+        ]
+    },
+    "config nested": (config(text_config={"hidden_size": "256"}), ['hidden_size is "256", expected int']),
+    "config no name": (config(architectures=[5]), ["architectures must be names"]),
     "gptq": (config(quantization_config={"quant_method": "gptq", "bits": 4}), ["method gptq, bits 4"]),
     "bits null": (config(quantization_config={"quant_method": "gptq", "bits": None}), ["gptq, bits unknown"]),
     "bitsandbytes": (
@@ -201,6 +218,8 @@ SHARDED: dict[str, tuple[Damage, list[str]]] = {
     "wrong shard": (remap(NORM, "model-00001-of-00004.safetensors"), [INDEX, NORM, "not in model-00001"]),
     "unknown tensor": (remap("model.ghost", LAST), [INDEX, "model.ghost"]),
     "path in index": (remap(NORM, "../" + LAST), [INDEX, NORM, "no file name"]),
+    "nothing in index": (remap(NORM, ""), [INDEX, NORM, "no file name"]),
+    "endless name in index": (remap(NORM, "x" * 3000), [INDEX, NORM, "is not there"]),
     "number in index": (remap(NORM, 3), [INDEX, NORM, "no file name"]),  # type: ignore[arg-type]
     "no weight_map": (write(INDEX, b"{}"), [INDEX, "no weight_map"]),
     "index not json": (write(INDEX, b"{"), [INDEX, "not JSON"]),
@@ -410,6 +429,20 @@ def test_side_files_are_everything_but_weights_and_what_is_rewritten(llama_folde
     assert names == tokenizer | {"LICENSE", "a.png", "1_Pooling/config.json"}
 
 
+def test_what_is_neither_file_nor_folder_is_said(llama_folder: Path) -> None:
+    (llama_folder / "broken.txt").symlink_to("nowhere")
+    (llama_folder / "loop.txt").symlink_to("loop.txt")
+    (llama_folder / "circle").symlink_to(llama_folder)
+    os.mkfifo(llama_folder / "pipe")
+    (llama_folder.parent / "real.txt").write_text("real")
+    (llama_folder / "linked.txt").symlink_to("../real.txt")
+    with open_source(str(llama_folder)) as source:
+        names = {path.name for path in source.side_files}
+        assert source.notes == ("neither files nor folders, not copied: broken.txt, circle, loop.txt, pipe",)
+    assert "linked.txt" in names
+    assert not names & {"broken.txt", "loop.txt", "circle", "pipe"}
+
+
 def test_sha256_agrees_with_hashlib_and_counts_bytes(build_llama: Callable[..., Path]) -> None:
     folder, seen = build_llama(shard_size="1MB"), []
     with open_source(str(folder)) as source:
@@ -475,6 +508,12 @@ def test_a_missing_path_is_said_without_going_online(model: str, monkeypatch: py
     monkeypatch.setattr(socket.socket, "connect", forbidden)
     monkeypatch.setattr(socket, "getaddrinfo", forbidden)
     with pytest.raises(SourceError, match="no such file or folder"):
+        open_source(model)
+
+
+@pytest.mark.parametrize("model", ["x" * 5000, "/" + "x" * 300, "~nobody-of-this-name/model"])
+def test_a_path_that_cannot_be_looked_at_is_said(model: str) -> None:
+    with pytest.raises(SourceError, match=r"check the path|write the path out"):
         open_source(model)
 
 

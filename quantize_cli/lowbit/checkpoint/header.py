@@ -156,7 +156,9 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     """Return one header entry; its byte range agrees with its dtype and shape."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        well_formed = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in [*shape, begin, end])
+        numbers = [*shape, begin, end]
+        well_formed = isinstance(dtype, str) and isinstance(shape, list)
+        well_formed = well_formed and all(type(n) is int and n >= 0 for n in numbers)
     except (TypeError, KeyError, ValueError):
         well_formed = False
     if not well_formed:

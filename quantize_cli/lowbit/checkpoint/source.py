@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
 import mmap
 import os
 import re
@@ -20,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lowbit.checkpoint.header import (
     DTYPES,
@@ -71,6 +72,19 @@ HEADS = (
 )
 # tensors that only quantized checkpoints have
 QUANTIZED_SUFFIXES = (".qweight", ".weight_packed", ".qzeros", ".SCB", ".absmax", ".weight_scale_inv")
+# keys of config.json that are read here and in the plan
+CONFIG_TYPES: dict[str, type] = {
+    "architectures": list,
+    "auto_map": dict,
+    "hidden_size": int,
+    "llm_config": dict,
+    "model_type": str,
+    "n_layer": int,
+    "n_layers": int,
+    "num_hidden_layers": int,
+    "text_config": dict,
+    "tie_word_embeddings": bool,
+}
 HASH_CHUNK = 1 << 22
 HUGE_FROM = 1 << 22
 
@@ -171,7 +185,7 @@ def open_source(model: str, *, trust_remote_code: bool = False, revision: str | 
     Raises SourceError for a model that is missing, damaged, already quantized or in need of custom code that
     was not allowed; HubError if the Hub cannot provide it.
     """
-    path = Path(model).expanduser()
+    path = _local_path(model)
     if model == "demo" and not path.exists():
         return _open_gguf(model, _demo_file())
     if model and path.is_dir():
@@ -185,6 +199,19 @@ def open_source(model: str, *, trust_remote_code: bool = False, revision: str | 
 
         return _open_folder(model, download(model, revision), trust_remote_code)
     raise SourceError(f"{model}: no such file or folder (a Hub id looks like owner/name)")
+
+
+def _local_path(model: str) -> Path:
+    """Where MODEL would be on this machine; SourceError if the system cannot look there."""
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except OSError as e:
+        raise SourceError(f"{model}: {e.strerror}; check the path") from None
+    except RuntimeError as e:
+        # ~nobody/model, or ~/model without a home
+        raise SourceError(f"{model}: {e}; write the path out") from None
+    return path
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
@@ -222,6 +249,7 @@ def _open_folder(model: str, folder: Path, trust_remote_code: bool) -> Source:
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else None
     if config is None:
         raise SourceError(f"{folder}: no config.json; {_what_is_there(folder)}")
+    _check_config(folder / "config.json", config)
     _refuse_quantized(folder / "config.json", config)
     code = _custom_code(folder, config, trust_remote_code)
     weights, index = _weight_files(folder)
@@ -233,10 +261,11 @@ def _open_folder(model: str, folder: Path, trust_remote_code: bool) -> Source:
         infos = [info for path in weights for info in read_header(path)]
     tensors = _by_name(folder, infos, index)
     _check_tensors(folder, config, tensors)
-    side_files, other_weights = _side_files(folder, code)
+    side_files, other_weights, odd = _side_files(folder, code)
     unused = [name for name in other_weights if folder / name not in weights]
     files = (*weights, *([index] if index else []), folder / "config.json", *side_files)
-    notes = (f"other weights, not used and not copied: {', '.join(unused)}",) if unused else ()
+    left = {"other weights, not used and not copied": unused, "neither files nor folders, not copied": odd}
+    notes = tuple(f"{what}: {', '.join(names)}" for what, names in left.items() if names)
     with contextlib.ExitStack() as resources:
         descriptors = {str(path): _open_descriptor(path, resources) for path in weights}
 
@@ -337,8 +366,9 @@ def _weight_files(folder: Path) -> tuple[list[Path], Path | None]:
         raise SourceError(
             f"{folder}: both {single.name} and {index.name}, which does not name it; remove one"
         )
+    present = {path.name for path in folder.iterdir()}
     for path in files:
-        if not path.is_file():
+        if path.name not in present or not path.is_file():
             name = next(name for name, file in weight_map.items() if file == path.name)
             raise SourceError(f"{index}: {path.name}, for {name}, is not there; download it again")
     return files, index
@@ -349,7 +379,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{index}: no weight_map; download it again")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or not file or Path(file).name != file:
             raise SourceError(f"{index}: {name} is in {file!r}, which is no file name of this folder")
     return weight_map
 
@@ -395,6 +425,20 @@ def _check_tensors(folder: Path, config: dict[str, Any], tensors: Mapping[str, T
             f"{folder}: missing tensor lm_head.weight, and config.json says tie_word_embeddings=false; "
             "download the model again, or set it to true if the head is the embedding"
         )
+
+
+def _check_config(path: Path, config: dict[str, Any]) -> None:
+    """Refuse values of another type than those who read them expect; null is as good as absent."""
+    nested = [config.get(key) for key in ("text_config", "llm_config")]
+    for place in [config, *(place for place in nested if isinstance(place, dict))]:
+        for key, kind in CONFIG_TYPES.items():
+            value = place.get(key)
+            if value is not None and type(value) is not kind:
+                raise SourceError(
+                    f"{path}: {key} is {json.dumps(value)[:80]}, expected {kind.__name__}; download it again"
+                )
+        if any(type(name) is not str for name in place.get("architectures") or []):
+            raise SourceError(f"{path}: architectures must be names; download it again")
 
 
 def _refuse_quantized(path: Path, config: dict[str, Any]) -> None:
@@ -464,13 +508,18 @@ def _custom_code(folder: Path, config: dict[str, Any], trusted: bool) -> list[Pa
     return sorted(p for p in found if not any(part[0] == "." for part in p.relative_to(folder).parts))
 
 
-def _side_files(folder: Path, code: list[Path]) -> tuple[tuple[Path, ...], list[str]]:
-    """Return what is copied byte for byte, and the names of the weights that are not part of this model.
+def _side_files(folder: Path, code: list[Path]) -> tuple[tuple[Path, ...], list[str], list[str]]:
+    """Return what is copied byte for byte, the names of the weights that are not part of this model, and of
+    what is neither a file nor a folder: broken links, links to folders, pipes.
 
     A subfolder with weights is another model, or this one in another format, and stays behind as a whole.
     """
-    files, weights = {*code}, []
-    for root, folders, names in os.walk(folder):
+
+    def unreadable(error: OSError) -> NoReturn:
+        raise SourceError(f"{error.filename}: {error.strerror}; check its permissions")
+
+    files, weights, odd = {*code}, [], []
+    for root, folders, names in os.walk(folder, onerror=unreadable):
         here = Path(root)
         found = [here / name for name in sorted(names) if name.endswith(WEIGHT_SUFFIXES)]
         weights += [path.relative_to(folder).as_posix() for path in found]
@@ -478,11 +527,15 @@ def _side_files(folder: Path, code: list[Path]) -> tuple[tuple[Path, ...], list[
             folders.clear()
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]
-        files |= {
+        # os.walk does not follow them, which could go round in circles
+        odd += [here / name for name in folders if (here / name).is_symlink()]
+        beside = [
             here / name
             for name in names
             if not name.startswith(".")
             and not name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
             and not (here == folder and name in REWRITTEN)
-        }
-    return tuple(sorted(path for path in files if path.is_file())), weights
+        ]
+        odd += [path for path in beside if not path.is_file()]
+        files |= {path for path in beside if path.is_file()}
+    return tuple(sorted(files)), weights, [path.relative_to(folder).as_posix() for path in sorted(odd)]
