@@ -157,7 +157,7 @@ def _write_side_files(
         if file.is_file() and file.relative_to(folder.path).as_posix() not in own:
             sink.copy_file(file)
     config = folder.config | {"quantization_config": quantization}
-    sink.write_text("config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    sink.write_text("config.json", json.dumps(config, indent=2) + "\n")
     for name, text in to.extra_files(quantization).items():
         sink.write_text(name, text)
     card = folder.path / "README.md"

@@ -181,7 +181,7 @@ def append_junk(folder: Path) -> None:
 
 
 def extra_shard(folder: Path) -> None:
-    (folder / "files" / "00099.shard").write_bytes(b"x" * 5000)
+    (folder / "files" / ".00099.shard").write_bytes(b"x" * 5000)
 
 
 def torn_line(folder: Path) -> None:
@@ -239,7 +239,7 @@ def test_finish_survives_a_stop_before_each_of_its_steps(
         out.parent.mkdir()
         if replaces:
             out.mkdir()
-            (out / "stale").write_text("old")
+            (out / "stale.safetensors").write_text("old")
         options = {**LAYOUTS[layout], "overwrite": replaces}
         leave_unfinished(out, units, count=len(units), **options)
         pid = os.fork()
@@ -247,10 +247,13 @@ def test_finish_survives_a_stop_before_each_of_its_steps(
             _finish_and_die_before(n, out, units, options)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         assert code in (0, 9), f"step {n}: {code}"
-        assert not out.exists() or hashes(out) in (clean, hashes(out) if (out / "stale").exists() else clean)
+        assert not out.exists() or hashes(out) in (
+            clean,
+            hashes(out) if (out / "stale.safetensors").exists() else clean,
+        )
         if code == 9:
             steps += 1
-        if not out.exists() or (out / "stale").exists():
+        if not out.exists() or (out / "stale.safetensors").exists():
             assert write_all(out, units, **options) == clean, f"step {n}"
         assert hashes(out) == clean, f"step {n}"
         if code == 0:
@@ -449,7 +452,10 @@ def test_a_gguf_in_the_output_folder_is_never_replaced(tmp_path: Path) -> None:
     ("prepare", "words"),
     [
         (lambda tmp: tmp / "absent" / "out", "does not exist; create it first"),
-        (lambda tmp: ((tmp / "out").write_text(""), tmp / "out")[1], "a file; choose another --out"),
+        (lambda tmp: ((tmp / "out").write_text(""), tmp / "out")[1], "not a folder; choose another --out"),
+        (lambda tmp: ((tmp / "out").symlink_to("out"), tmp / "out")[1], "not a folder; choose another"),
+        (lambda tmp: tmp / ("x" * 250), "File name too long"),
+        (lambda tmp: tmp.parent, "cannot be replaced"),
         (lambda tmp: Path("/proc/out"), "/proc"),
         (lambda tmp: Path("/"), "cannot be replaced"),
         (lambda tmp: (os.chdir(tmp), tmp)[1], "cannot be replaced"),
@@ -463,6 +469,28 @@ def test_places_that_cannot_be_are_refused_at_once(
     with pytest.raises(OutputError, match=words) as error, Sink(out, KEY):
         pass
     assert "\n" not in str(error.value)
+
+
+def test_overwrite_replaces_checkpoints_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, projects = tmp_path / "home", tmp_path / "projects"
+    for folder, name in [(home, "config.json"), (projects, "thesis.tex")]:
+        folder.mkdir()
+        (folder / name).write_text("precious")
+    monkeypatch.setenv("HOME", str(home))
+    for out, words in [(home, "cannot be replaced"), (projects, "no checkpoint to replace, but thesis.tex")]:
+        with pytest.raises(OutputError, match=words):
+            write_all(out, make_units(), overwrite=True)
+    assert (home / "config.json").read_text() == (projects / "thesis.tex").read_text() == "precious"
+
+
+def test_text_and_names_that_are_no_utf8_are_written(tmp_path: Path) -> None:
+    with Sink(tmp_path / "out", KEY) as sink:
+        sink.write_text("README.md", os.fsdecode(b"caf\xc3\xa9 \xff"))
+        sink.finish({"source": {"name": os.fsdecode(b"\xff")}})
+    assert (tmp_path / "out" / "README.md").read_bytes() == b"caf\xc3\xa9 \\udcff"
+    assert json.loads((tmp_path / "out" / "lowbit.json").read_bytes())["source"]["name"] == "\udcff"
 
 
 def test_a_disk_known_to_be_too_small_is_refused_at_once(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ UNIT_ROOM, MOST_ROOM, UNANNOUNCED_ROOM = 600, 1 << 22, 1 << 20
 # an offset no file reaches: entries with it are as long as entries get
 FAR = 10**15
 COPY_BYTES = 1 << 22
+# --overwrite replaces a folder that holds one of these, or a safetensors file
+CHECKPOINT = ("config.json", "lowbit.json")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -135,12 +137,12 @@ class Sink:
         source: the model's folder; copy_file keeps paths inside it.  inputs: more files that must survive.
         units: what will be written, to size headers.  expected_bytes: what must be free on the disk.
         """
-        self.out = Path(out).resolve()
+        self.out = Path(os.path.realpath(out))
         self.staging = self.out.parent / f".{self.out.name}.lowbit-staging"
         self.done: dict[str, Any] = {}
         self._files, self._old = self.staging / "files", self.staging / "old"
         self._key = json.loads(json.dumps(plan_key))
-        self._source = source.resolve() if source else None
+        self._source = Path(os.path.realpath(source)) if source else None
         self._inputs = inputs
         self._overwrite, self._resume = overwrite, resume
         self._expected_bytes, self._shard_bytes = expected_bytes, shard_bytes
@@ -218,8 +220,8 @@ class Sink:
             self._write_file(name, iter(lambda: file.read(COPY_BYTES), b""))
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a UTF-8 file."""
-        self._write_file(name, [text.encode()])
+        """Write a UTF-8 file; what is not UTF-8, from a file name, appears escaped."""
+        self._write_file(name, [text.encode("utf-8", "backslashreplace")])
 
     def finish(self, manifest: Mapping[str, Any] | None = None) -> dict[str, str]:
         """Complete the files and put them in place; return name -> SHA-256 of every file.
@@ -241,9 +243,7 @@ class Sink:
                         "checksums": self._checksums(),
                     }
                 }
-                self.write_text(
-                    "lowbit.json", json.dumps({**manifest, **output}, indent=2, ensure_ascii=False)
-                )
+                self.write_text("lowbit.json", json.dumps({**manifest, **output}, indent=2))
                 _sync_tree(self._files)
             if self.out.exists():
                 self.out.rename(self._old)
@@ -262,13 +262,14 @@ class Sink:
         parent = self.out.parent
         if not parent.is_dir():
             raise OutputError(f"{self.out}: the folder {parent} does not exist; create it first")
-        if self.out.is_mount() or self.out == Path.cwd():
+        in_use = [Path.cwd(), Path(os.path.realpath(os.environ.get("HOME", "")))]
+        if self.out.is_mount() or any(place.is_relative_to(self.out) for place in in_use):
             raise OutputError(f"{self.out}: a folder in use cannot be replaced; choose a new one inside it")
         inputs = [*self._inputs]
         if self._source:
             inputs += [self._source, *self._source.iterdir()]
         for path in inputs:
-            if path.resolve().is_relative_to(self.out):
+            if Path(os.path.realpath(path)).is_relative_to(self.out):
                 raise OutputError(f"{self.out}: holds the source ({path}); choose another --out")
 
     def _lock(self) -> None:
@@ -311,11 +312,16 @@ class Sink:
                 self._old.rename(self.out)
 
     def _check_out(self) -> None:
-        if self.out.exists() and not self.out.is_dir():
-            raise OutputError(f"{self.out}: a file; choose another --out")
-        if self.out.is_dir() and any(self.out.iterdir()) and not self._overwrite:
+        if self.out.is_symlink() or (self.out.exists() and not self.out.is_dir()):
+            raise OutputError(f"{self.out}: not a folder; choose another --out")
+        held = sorted(path.name for path in self.out.iterdir()) if self.out.exists() else []
+        if held and not self._overwrite:
             raise OutputError(
                 f"{self.out}: not empty; pass --overwrite to replace it, or choose another --out"
+            )
+        if held and not any(name in CHECKPOINT or name.endswith(".safetensors") for name in held):
+            raise OutputError(
+                f"{self.out}: holds no checkpoint to replace, but {held[0]}; choose another --out"
             )
         written = sum(path.stat().st_size for path in self.staging.rglob("*.shard")) if self._resume else 0
         free = shutil.disk_usage(self.staging).free + written
@@ -381,7 +387,8 @@ class Sink:
     # Shards.
 
     def _shard_path(self, number: int) -> Path:
-        return self._files / f"{number:05}.shard"
+        # hidden, as no side file is
+        return self._files / f".{number:05}.shard"
 
     def _open_data(self, path: Path, room: int) -> DataFile:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
