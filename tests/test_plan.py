@@ -185,6 +185,55 @@ def test_a_pattern_without_a_match_is_an_error(flag):
         make_plan(llama(), Recipe(**{flag: ("re:.*router.*",)}))
 
 
+def test_include_leaves_unknown_layouts_alone():
+    model = llama(extra={"model.layers.0.moe.banks.weight": (4, 256, 256)})
+    plan = make_plan(model, Recipe(include=("down_proj",)))
+    assert reasons(plan)["model.layers.0.moe.banks.weight"] == "not included"
+    assert "model.layers.0.moe.banks" not in plan.dense_linears
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (256, 0), (0, 0)])
+@pytest.mark.parametrize("group", [128, -1])
+def test_an_empty_matrix_is_copied(shape, group):
+    name = "model.layers.0.mlp.spare_proj.weight"
+    for include in ((), ("re:.*proj",)):
+        plan = make_plan(llama(extra={name: shape}), Recipe(group=group, include=include))
+        assert reasons(plan)[name] == "empty"
+
+
+@pytest.mark.parametrize(
+    ("format", "suffix"), [("compressed-tensors", "weight_scale"), ("gptq", "scales"), ("gptq", "g_idx")]
+)
+def test_packed_tensors_must_not_take_a_name_that_is_taken(format, suffix):
+    taken = f"model.layers.0.mlp.down_proj.{suffix}"
+    with pytest.raises(PlanError, match=rf"{taken}.*--exclude model\.layers\.0\.mlp\.down_proj$"):
+        make_plan(llama(extra={taken: (256,)}), Recipe(format=format))
+
+
+def test_fused_and_separate_experts_of_one_name_are_refused():
+    experts = {
+        "model.layers.0.mlp.experts.down_proj": (4, 256, 512),
+        "model.layers.0.mlp.experts.3.down_proj.weight": (256, 512),
+    }
+    with pytest.raises(PlanError, match=r"experts\.3\.down_proj\.weight_packed, which is part of"):
+        make_plan(llama(extra=experts), Recipe())
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        ("rtn", {"iterations": 3}, "no option 'iterations'"),
+        ("hqq", {"iterations": "3"}, "iterations is '3', expected int"),
+        ("hqq", {"iterations": True}, "iterations is True, expected int"),
+        ("gptq", {"damping": "much"}, "damping is 'much', expected float"),
+        ("gptq", {"damping": 99}, "damping 99 is not between"),
+    ],
+)
+def test_options_of_a_solver_are_checked(method, options, words):
+    with pytest.raises(RecipeError, match=words):
+        make_plan(llama(), Recipe(method=method, solver=options))
+
+
 def test_include_replaces_the_selection_and_reaches_the_head():
     plan = make_plan(llama(), Recipe(include=("lm_head", "down_proj")))
     assert [layer.name for layer in plan.layers] == [

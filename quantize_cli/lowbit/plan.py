@@ -17,7 +17,7 @@ from lowbit.checkpoint.formats import FORMATS
 from lowbit.errors import PlanError, RecipeError
 from lowbit.recipe import Recipe, Rule, matches
 from lowbit.scheme import QuantScheme, ScaleDtype
-from lowbit.solvers import SOLVERS
+from lowbit.solvers import SOLVERS, make_options
 
 if TYPE_CHECKING:
     from lowbit.checkpoint.source import Source, TensorInfo
@@ -181,6 +181,7 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
     if not recipe.allow_mixed_fused:
         _check_fused(layers, copies)
     _check_supported(layers, recipe)
+    _check_names(layers, copies, recipe)
     order = {name: i for i, name in enumerate(source.tensors)}
     copies.sort(key=lambda copy: order[copy.name])
     plan = Plan(source.name, recipe, tuple(layers), tuple(copies), {}, source.notes + _notes(layers))
@@ -212,6 +213,8 @@ def _role(info: TensorInfo, config: dict[str, Any]) -> _Role:
     """What a tensor is by its name and shape; linear: a dense one that engines take for a linear layer."""
     *parents, last = _module(info.name).split(".")
     matrix = info.name.endswith(".weight") and len(info.shape) == 2
+    if 0 in info.shape:
+        return _Role("dense", "empty")
     if any(TOWER.search(part) for part in [*parents, last]):
         return _Role("dense", "part of a vision or audio tower", linear=matrix)
     if len(info.shape) == 3 and last in FUSED_EXPERTS and "experts" in parents:
@@ -243,9 +246,9 @@ def _select(info: TensorInfo, role: _Role, recipe: Recipe) -> _Role:
     matrix = role.kind in ("linear", "experts") or role.linear
     if _any_matches(recipe.exclude, info.name) and role.kind != "dense":
         return _Role("dense", "excluded", linear=matrix)
-    if recipe.include and matrix:
+    if recipe.include and (matrix or role.kind == "unknown"):
         if not _any_matches(recipe.include, info.name):
-            return role if role.kind == "dense" else _Role("dense", "not included", linear=True)
+            return role if role.kind == "dense" else _Role("dense", "not included", linear=matrix)
         if role.kind == "dense":
             return _Role("linear")
     return role
@@ -459,11 +462,27 @@ def _check_supported(layers: list[LayerPlan], recipe: Recipe) -> None:
     for layer in layers:
         if layer.method not in SOLVERS:
             raise RecipeError(f"--method {layer.method!r} is unknown; use one of {', '.join(SOLVERS)}")
+        if layer.method == recipe.method:
+            make_options(layer.method, recipe.solver)
         if reason := SOLVERS[layer.method].accepts(layer.scheme):
             raise PlanError(f"{layer.name}: --method {layer.method}: {reason}")
         reason = accepts(layer.scheme) or FORMATS[recipe.format].accepts_layer(layer.scheme, *layer.shape)
         if reason:
             raise PlanError(f"{layer.name}: --format {recipe.format}: {reason}")
+
+
+def _check_names(layers: list[LayerPlan], copies: list[CopyPlan], recipe: Recipe) -> None:
+    """Refuse a layer whose packed tensors would have the names of other tensors of the output."""
+    owners = {copy.name: f"the tensor {copy.name}" for copy in copies}
+    for layer in layers:
+        for suffix in FORMATS[recipe.format].suffixes:
+            name = f"{layer.name}.{suffix}"
+            if name in owners:
+                raise PlanError(
+                    f"{layer.source}: quantized, it would be stored as {name}, which is {owners[name]}; "
+                    f"keep it dense with --exclude {_module(layer.source)}"
+                )
+            owners[name] = f"part of {layer.source}"
 
 
 def _nothing_left(copies: list[CopyPlan]) -> str:

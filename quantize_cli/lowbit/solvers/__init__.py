@@ -44,10 +44,13 @@ SOLVERS: dict[str, Solver] = {
 
 
 def make_options(method: str, given: dict[str, Any]) -> Any:
-    """The options of a method with the `given` values; RecipeError if it has no such option."""
+    """The options of a method with the `given` values; RecipeError if it has no such option or type."""
     options = SOLVERS[method].options
-    known = [f.name for f in fields(options)]
-    for key in given:
+    known = {f.name: type(f.default) for f in fields(options)}
+    for key, value in given.items():
         if key not in known:
             raise RecipeError(f"solver: {method} has no option {key!r}; it has {', '.join(known) or 'none'}")
+        # 1 is as good as 1.0, but True is no number
+        if type(value) is not known[key] and (known[key], type(value)) != (float, int):
+            raise RecipeError(f"solver: {key} is {value!r}, expected {known[key].__name__}")
     return options(**given)

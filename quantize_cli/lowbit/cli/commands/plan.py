@@ -39,11 +39,13 @@ def show_plan(
 ) -> None:
     """Plan and print it: `lowbit plan` and `lowbit quantize --dry-run`."""
     from lowbit.checkpoint.source import open_source
+    from lowbit.device import pick_device
     from lowbit.events import PlanReady
     from lowbit.plan import make_plan
     from lowbit.recipe import make_recipe
 
     wanted = make_recipe(recipe, **flags)
+    pick_device(wanted.device)
     with open_source(model, trust_remote_code=wanted.trust_remote_code, revision=revision) as source:
         planned = make_plan(source, wanted)
     out.event(PlanReady(planned).to_json())
