@@ -108,6 +108,9 @@ def test_dry_run_is_plan(llama_folder: Path, lowbit: Callable) -> None:
         (["--on-indivisible", "never"], ["on_indivisible"]),
         (["--recipe", "/nowhere/recipe.yaml"], ["/nowhere/recipe.yaml"]),
         (["--exclude", "re:.*"], ["no layer", "excluded"]),
+        (["--device", "tpu"], ["--device", "tpu", "cpu"]),
+        (["--device", "cuda:99"], ["--device", "cuda:99"]),
+        (["--samples", "0"], ["samples"]),
     ],
     ids=str,
 )
@@ -131,6 +134,33 @@ def test_usage_errors_exit_2(args: list[str], lowbit: Callable) -> None:
     ran = lowbit(*args)
     assert ran.code == 2
     assert ran.out == ""
+
+
+def test_names_are_shown_as_they_are(llama_folder: Path, lowbit: Callable) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(llama_folder / "model.safetensors")
+    names = ["model.layers.0.[/red]", "model.layers.0.[bold]x[/]", "model.layers.0.:smile:"]
+    tensors |= {f"{name}.weight": tensors["lm_head.weight"].clone() for name in names}
+    save_file(tensors, llama_folder / "model.safetensors", metadata={"format": "pt"})
+    ran = lowbit("plan", llama_folder)
+    assert ran.code == 0
+    assert [name for name in ("[/red]", "[bold]x[/]", ":smile:") if name not in ran.out] == []
+
+
+@pytest.mark.slow
+def test_streams_that_are_closed_or_speak_ascii(llama_folder: Path, tmp_path: Path, spawn: Callable) -> None:
+    folder = llama_folder.rename(tmp_path / os.fsdecode("café ".encode() + b"\xff"))
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    for flags in ([], ["--json"]):
+        process = spawn("plan", folder, *flags, env=ascii_only)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert (out + err).isascii()
+    assert json.loads(out)["model"] == str(folder)
+    closed = spawn("plan", folder, stdout=None, preexec_fn=lambda: os.close(1))
+    assert closed.communicate(timeout=60)[1] == ""
+    assert closed.returncode == 0
 
 
 def test_a_missing_model_is_one_line_and_an_event(lowbit: Callable) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -51,8 +53,16 @@ app.command("push")(push.push)
 
 def main() -> None:
     """The console script."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # a locale without arrows and bars shows question marks instead of ending the run
-            stream.reconfigure(errors="replace")
+    _open_streams()
     sys.exit(exit_code(app))
+
+
+def _open_streams() -> None:
+    """Give closed streams somewhere to go, and let the others escape what their encoding cannot say."""
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            # takes the free descriptor too, which a weight file must not get
+            setattr(sys, name, Path(os.devnull).open("r+", errors="backslashreplace"))  # noqa: SIM115
+        elif name != "stdin" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

@@ -83,7 +83,9 @@ class _Console(Console):
 
 
 def _console(stream: TextIO) -> Console:
-    return _Console(file=stream, width=None if stream.isatty() else PLAIN_WIDTH, highlight=False)
+    width = None if stream.isatty() else PLAIN_WIDTH
+    # names of tensors and files are shown as they are, [/red] and :smile: too
+    return _Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
 def _json_value(value: Any) -> Any:
