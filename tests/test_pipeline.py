@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,8 @@ from safetensors.torch import load_file
 
 from lowbit import ahead, pipeline
 from lowbit.errors import GateError, OutputError, RecipeError, SourceError
-from lowbit.pipeline import quantize
+from lowbit.folder import DenseView, open_folder
+from lowbit.pipeline import default_out, quantize
 from lowbit.recipe import Recipe, Rule
 
 RTN = Recipe(method="rtn", device="cpu")
@@ -129,15 +132,84 @@ def test_what_is_not_finite_is_named(llama_folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_extreme_rows_stay_finite(llama_folder, tmp_path):
+def test_side_files_of_any_bytes(llama_folder, tmp_path):
+    (llama_folder / "README.md").write_bytes(b"\xef\xbb\xbf---\nlicense: mit\n---\ncaf\xe9\n")
+    (llama_folder / "quantize_config.json").write_text('{"bits": 2}')
+    (llama_folder / os.fsdecode(b"\xff.txt")).write_text("x")
+    quantize(llama_folder, tmp_path / "out", RTN.model_copy(update={"format": "gptq"}))
+    card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
+    assert "license: mit" in card
+    assert "caf\ufffd" in card
+    assert json.loads((tmp_path / "out/quantize_config.json").read_text())["bits"] == 4
+    assert os.fsdecode(b"\xff.txt") in manifest(tmp_path / "out")["output"]["files"]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("models/tiny/", "tiny"),
+        ("a/b.gguf", "b"),
+        (".", "here"),
+        ("..", "up"),
+        ("/", "model"),
+        ("demo", "demo"),
+    ],
+)
+def test_the_default_folder_has_a_name(model, name, tmp_path, monkeypatch):
+    (tmp_path / "up" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "up" / "here")
+    assert default_out(model, Recipe(bits=8, group=-1)) == Path(f"{name}-int8-row")
+
+
+Q0 = "model.layers.0.self_attn.q_proj"
+
+
+def set_rows(folder, *rows):
+    """Give the first rows of layer 0's q_proj these values."""
     from safetensors.torch import save_file
 
-    tensors = load_file(llama_folder / "model.safetensors")
-    weight = tensors["model.layers.0.self_attn.q_proj.weight"]
-    weight[0], weight[1], weight[2], weight[3] = 1e-30, 1e6, 0, 0.25
-    save_file(tensors, llama_folder / "model.safetensors", metadata={"format": "pt"})
-    summary = quantize(llama_folder, tmp_path / "out", RTN)
-    assert all(np.isfinite(row["output_error"]) for row in summary["worst"])
+    tensors = load_file(folder / "model.safetensors")
+    for i, row in enumerate(rows):
+        tensors[f"{Q0}.weight"][i] = torch.as_tensor(row)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors[f"{Q0}.weight"]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_extreme_rows_are_quantized_and_proven(build_llama, tmp_path, dtype, symmetric):
+    folder = build_llama(dtype=dtype)
+    most = torch.finfo(getattr(torch, dtype)).max
+    tiny = 6e-8 if dtype == "float16" else 1e-40
+    rows = [0, 0.25, -3, tiny, most, -most, [most, 0.1] * 128, torch.linspace(0.1, 0.8, 256)]
+    weight = set_rows(folder, *rows).double()
+    quantize(folder, tmp_path / "out", RTN.model_copy(update={"sym": symmetric, "group": 64}))
+    row = next(row for row in manifest(tmp_path / "out")["layers"] if row["name"] == Q0)
+    assert all(np.isfinite(error) for error in row["errors"].values())
+    assert row["errors"]["step_error"] <= 0.5
+    decoded = DenseView(open_folder(tmp_path / "out")).read(f"{Q0}.weight").double()
+    assert torch.equal(decoded[[0, 1, 2, 4, 5]], weight[[0, 1, 2, 4, 5]])
+    assert (decoded - weight)[7].abs().max() < 0.1
+
+
+def test_a_scale_that_no_dtype_holds_names_the_layer(llama_folder, tmp_path):
+    most = torch.finfo(torch.bfloat16).max
+    set_rows(llama_folder, [most, -most] * 128)
+    with pytest.raises(SourceError, match=rf"^{Q0}: row 0, group 0: .*--exclude {Q0}$"):
+        quantize(llama_folder, tmp_path / "out", RTN.model_copy(update={"sym": False}))
+
+
+def test_a_fault_in_huge_weights_is_seen(llama_folder, tmp_path, monkeypatch):
+    set_rows(llama_folder, *[torch.randn(256) * 1e30 for _ in range(256)])
+    pack = pipeline.pack
+
+    def off_by_one(quantized):
+        huge = quantized.scale.max() > 1e20
+        return pack(replace(quantized, codes=(quantized.codes + 1) % 16) if huge else quantized)
+
+    monkeypatch.setattr(pipeline, "pack", off_by_one)
+    with pytest.raises(GateError, match=Q0):
+        quantize(llama_folder, tmp_path / "out", RTN)
 
 
 @pytest.mark.parametrize(("device", "message"), [("cuda:99", "torch sees"), ("tpu", "is not a device")])

@@ -24,6 +24,10 @@ from .layout import row_chunks, unpack_words
 TINY_SCALE = 2.0**-120
 
 
+class ScaleError(ValueError):
+    """A scale that is not finite in the dtype that stores it."""
+
+
 def quantize_groups(
     weight: Tensor, bits: int, group_size: int, symmetric: bool, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -32,8 +36,8 @@ def quantize_groups(
     weight: [N, K] of any float dtype and strides.  group_size: inputs per group, a divisor of K.
     Returns codes [N, K] uint8, scale [N, K / group_size] in scale_dtype, and zero_point [N, K / group_size]
     uint8, which is None when symmetric.
-    Raises ValueError if groups do not fill the row, or if a scale is not finite in scale_dtype (the weight is
-    not finite, or needs a wider scale_dtype); the message names the first such row and group.
+    Raises ValueError if groups do not fill the row, ScaleError if a scale is not finite in scale_dtype (the
+    weight is not finite, or needs a wider scale_dtype); the message names the first such row and group.
     """
     n, k = weight.shape
     if group_size < 1 or k % group_size:
@@ -80,12 +84,12 @@ def group_grid(
 
 
 def require_finite(scale: Tensor) -> None:
-    """Raise ValueError naming the first row and group of scale [N, G] that is not finite."""
+    """Raise ScaleError naming the first row and group of scale [N, G] that is not finite."""
     finite = torch.isfinite(scale)
     if not finite.all():
         row, group = (~finite).nonzero()[0].tolist()
         dtype = str(scale.dtype).removeprefix("torch.")
-        raise ValueError(
+        raise ScaleError(
             f"row {row}, group {group}: the scale is not finite in {dtype}: "
             "the weight is not finite, or needs a wider scale dtype"
         )

@@ -14,6 +14,7 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
@@ -29,6 +30,7 @@ from lowbit.checkpoint.sink import Sink
 from lowbit.checkpoint.source import Source, check_finite, open_source
 from lowbit.decode import checksum, checksums, decode_packed, dequantize
 from lowbit.device import pick_device
+from lowbit.errors import SourceError
 from lowbit.hub import model_card
 from lowbit.plan import CopyPlan, LayerPlan, Plan, make_plan
 from lowbit.recipe import Recipe
@@ -36,6 +38,7 @@ from lowbit.scheme import PackedTensor, QuantizedTensor
 from lowbit.solvers import SOLVERS, make_options
 from lowbit.validate import check_layer, measure
 from lowbit_kernels.layout import pack_words
+from lowbit_kernels.reference import ScaleError
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +110,9 @@ def quantize(
 
 def default_out(model: str, recipe: Recipe) -> Path:
     """The folder name that tells what it holds: smollm2-int4-g128, in the working directory."""
-    stem = Path(model).name.removesuffix(".gguf") or Path(model).resolve().name
+    path = Path(model)
+    # "." and ".." are no names
+    stem = (path.resolve() if path.name in ("", "..") else path).name.removesuffix(".gguf") or "model"
     group = "row" if recipe.group == -1 else f"g{recipe.group}"
     return Path(f"{stem}-int{recipe.bits}-{group}")
 
@@ -216,14 +221,24 @@ def solve_unit(job: Job, unit: Unit) -> Solved:
         )
         weight = take_layer(tensor, layer)
         solver = SOLVERS[layer.method]
-        if weight.is_cuda and solver.solve_packed is not None:
-            packed = solver.solve_packed(weight, layer.scheme)
-            quantized = decode_packed(packed)
-        else:
-            quantized = solver.solve(weight, layer.scheme, None, solver_options(job.recipe, layer.method))
-            packed = pack(quantized)
+        with naming(layer.name):
+            if weight.is_cuda and solver.solve_packed is not None:
+                packed = solver.solve_packed(weight, layer.scheme)
+                quantized = decode_packed(packed)
+            else:
+                quantized = solver.solve(weight, layer.scheme, None, solver_options(job.recipe, layer.method))
+                packed = pack(quantized)
         keep_layer(job, solved, layer, quantized, packed, weight)
     return solved
+
+
+@contextmanager
+def naming(layer: str) -> Iterator[None]:
+    """Say which layer it is whose weights need scales that their dtype cannot hold."""
+    try:
+        yield
+    except ScaleError as e:
+        raise SourceError(f"{layer}: {e}; keep it dense with --exclude {layer}") from None
 
 
 def keep_layer(
@@ -337,7 +352,8 @@ def solve_together(
     if stats is not None and targets:
         stats = replace(stats, cross=torch.cat(targets))
     weight = torch.cat([work.weight for work in works])
-    solved = SOLVERS[method].solve(weight, first.layer.scheme, stats, solver_options(job.recipe, method))
+    with naming(first.layer.name):
+        solved = SOLVERS[method].solve(weight, first.layer.scheme, stats, solver_options(job.recipe, method))
     heights = [len(work.weight) for work in works]
     parts = [t.split(heights) for t in (solved.codes, solved.scale)]
     zeros = [None] * len(works) if solved.zero_point is None else solved.zero_point.split(heights)
@@ -401,14 +417,17 @@ def write_side_files(source: Source, plan: Plan, manifest: dict[str, Any], sink:
     chosen = FORMATS[plan.recipe.format]
     quantization = chosen.quantization_config(plan.layers, plan.dense_linears)
     config = source.config | {"quantization_config": quantization}
-    sink.write_text("config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    for name, text in chosen.extra_files(quantization).items():
+    sink.write_text("config.json", json.dumps(config, indent=2) + "\n")
+    extra = chosen.extra_files(quantization)
+    for name, text in extra.items():
         sink.write_text(name, text)
     for path in source.side_files:
-        sink.copy_file(path)
+        # left behind by somebody's earlier quantization, of other weights than these
+        if path.parent != source.path or path.name not in extra:
+            sink.copy_file(path)
     readme = source.path / "README.md"
-    card = model_card(manifest, readme.read_text(encoding="utf-8") if readme.is_file() else None)
-    sink.write_text("README.md", card)
+    text = readme.read_text(encoding="utf-8-sig", errors="replace") if readme.is_file() else None
+    sink.write_text("README.md", model_card(manifest, text))
 
 
 def run_key(

@@ -32,6 +32,10 @@ SAMPLED_ROWS = 128
 # Output rows of the corner that the interpreted kernel multiplies.
 TILE_ROWS = 16
 
+# Largest scales of a layer with which no product or square comes near what float16 activations and float32
+# sums can hold, on either side.
+SCALE_RANGE = (2.0**-16, 2.0)
+
 # The kernel sums K products in fp32, an error of about sqrt(K) · 2^-24, and rounds once to the activations'
 # dtype (relative error up to 2^-11 in fp16). Twice that is a fault, not rounding.
 KERNEL_TOLERANCE = {"cpu": 2e-5, "cuda": 1e-3}
@@ -66,6 +70,7 @@ def measure(packed: PackedTensor, weight: Tensor, *, tile: bool = False) -> Laye
 
     tile: without a GPU, run the kernel itself too, interpreted on one corner of the layer.
     """
+    packed, factor = _in_range(packed)
     n, k = packed.shape
     x = random_tokens(k, packed.words.device)
     y, want = torch.empty(2, TOKENS, n, device=x.device)
@@ -75,7 +80,7 @@ def measure(packed: PackedTensor, weight: Tensor, *, tile: bool = False) -> Laye
     rows = max(1, CHUNK_WEIGHTS[x.device.type] // k)
     for start in range(0, n, rows):
         chosen = slice(start, min(start + rows, n))
-        source = weight[chosen].float()
+        source = weight[chosen].float() if factor == 1 else weight[chosen].float() * factor
         decoded = decode_rows(packed, chosen)
         torch.matmul(x, decoded.T, out=y[:, chosen])
         torch.matmul(x, source.T, out=want[:, chosen])
@@ -93,6 +98,20 @@ def measure(packed: PackedTensor, weight: Tensor, *, tile: bool = False) -> Laye
         step_error=math.sqrt(_ratio(difference / (n * k), step)),
         step_bias=float(bias) / (n * k),
     )
+
+
+def _in_range(packed: PackedTensor) -> tuple[PackedTensor, float]:
+    """The layer times a power of two that brings its scales near 1 if they are far from it, and that power.
+
+    Ratios of errors do not depend on it.
+    """
+    peak = float(packed.scale.max())
+    if SCALE_RANGE[0] < peak < SCALE_RANGE[1]:
+        return packed, 1.0
+    # 2^-127 is subnormal
+    factor = 2.0 ** -min(math.frexp(peak)[1], 126)
+    scheme = replace(packed.scheme, scale_dtype="float32")
+    return replace(packed, scale=packed.scale.float() * factor, scheme=scheme), factor
 
 
 def check_layer(name: str, method: str, errors: LayerErrors) -> None:
@@ -145,6 +164,7 @@ def kernel_error(packed: PackedTensor, *, tile: bool = False) -> float:
     Without a GPU it is that of the kernel's torch reference on sampled rows, and with `tile` also that of the
     kernel itself, interpreted on one corner of the layer.
     """
+    packed, _ = _in_range(packed)
     x = random_tokens(packed.in_features, packed.words.device)
     if x.is_cuda:
         x = x.half()
