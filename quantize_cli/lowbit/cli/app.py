@@ -58,11 +58,11 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Give closed streams somewhere to go, and let the others escape what their encoding cannot say."""
+    """Give closed streams somewhere to go; the others show question marks for what their encoding lacks."""
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             # takes the free descriptor too, which a weight file must not get
-            setattr(sys, name, Path(os.devnull).open("r+", errors="backslashreplace"))  # noqa: SIM115
+            setattr(sys, name, Path(os.devnull).open("r+", errors="replace"))  # noqa: SIM115
         elif name != "stdin" and isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="replace")
