@@ -147,7 +147,10 @@ class DenseView:
         for expert, parts in pieces.items():
             whole = torch.cat([values for _, values in sorted(parts, key=lambda part: part[0])])
             matrices[expert] = whole.T.contiguous() if turned else whole
-        return matrices[None] if None in matrices else torch.stack([matrices[e] for e in sorted(matrices)])
+        if None in matrices:
+            return matrices[None]
+        experts = sorted(expert for expert in matrices if expert is not None)
+        return torch.stack([matrices[expert] for expert in experts])
 
     def layer(self, name: str) -> Tensor:
         """Return the weight [N, K] of one quantized layer."""

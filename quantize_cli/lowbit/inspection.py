@@ -1,4 +1,4 @@
-"""What is in a checkpoint folder, which engines load it and with which kernels; from headers and config alone.
+"""What is in a checkpoint folder, which engines load it and with which kernels, from headers and config.
 
 The engine rules were read from vLLM 0.32, SGLang main and transformers 5.24 in November 2026; where an engine
 was run, on a CPU, its row says so. Kernels are named for the layers of this checkpoint, not for the format.
@@ -39,7 +39,7 @@ class SchemeSummary:
 
 @dataclass(frozen=True)
 class Engine:
-    """Whether one engine takes the checkpoint. kernels: those its layers would use.  note: why not, or how."""
+    """Whether one engine takes the checkpoint. kernels: what its layers would use.  note: why not, or how."""
 
     name: str
     loads: bool
@@ -51,7 +51,7 @@ class Engine:
 class KernelRow:
     """One shape in the dispatch table of lowbit_kernels.
 
-    tokens: rows of activations.  chosen: the variant that runs, None if all refuse.  refusals: reason by variant.
+    tokens: rows of activations.  chosen: the variant that runs, None if all refuse.  refusals: by variant.
     """
 
     n: int
@@ -294,6 +294,7 @@ def kernel_rows(
 ) -> Iterator[KernelRow]:
     """Ask lowbit_kernels.dispatch about every distinct shape and scheme, for a few numbers of tokens."""
     import torch
+
     from lowbit_kernels import dispatch
 
     arch = arch or dispatch.arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -17,10 +17,12 @@ VOID = {"meta", "link", "br", "wbr"}
 
 @pytest.fixture(scope="module")
 def page(build_llama, tmp_path_factory):
-    """(folder, report page) of an output whose worst layer is known: its weights are mostly noise to 4 bits."""
+    """(folder, report page) of an output whose worst layer is known: its weights are mostly noise."""
     source = build_llama()
     out = tmp_path_factory.mktemp("report") / "<model> & co"
-    pipeline.quantize(source, out, Recipe(group=64, rules=({"match": "re:.*0.self_attn.o_proj$", "bits": 4, "group": 256},)))
+    pipeline.quantize(
+        source, out, Recipe(group=64, rules=({"match": "re:.*0.self_attn.o_proj$", "bits": 4, "group": 256},))
+    )
     evaluate.evaluate(out, source, window=64, max_tokens=256).save(out)
     verified = verify.verify(out, source, forward=False)
     return out, report.report(out, verified=verified).read_text()
@@ -100,10 +102,17 @@ def test_a_browser_shows_it_without_complaint(page, tmp_path, width, dark):
         "JSON.stringify(document.getElementById('f').contentDocument.body.dataset)},300))</script>"
     )
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
-    command += ["--enable-logging=stderr", "--window-size=1500,1000", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += [
+        "--enable-logging=stderr",
+        "--window-size=1500,1000",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
     command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--virtual-time-budget=4000"]
     done = subprocess.run(
-        [*command, "--dump-dom", (tmp_path / "frame.html").as_uri()], capture_output=True, text=True, timeout=120
+        [*command, "--dump-dom", (tmp_path / "frame.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert "CONSOLE" not in done.stderr
     result = json.loads(re.search(r'data-result="([^"]*)"', done.stdout)[1].replace("&quot;", '"'))
