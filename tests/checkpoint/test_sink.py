@@ -331,13 +331,17 @@ def test_kills_at_random_moments_end_in_the_same_hashes(
     assert end_of(write_in_child(tmp_path / "clean", False)) == 0
     seconds = time.monotonic() - began
     clean, out, killed = hashes(tmp_path / "clean"), tmp_path / "out", 0
-    if overwrite:
-        out.mkdir()
-        (out / "stale.safetensors").write_text("old")
+
+    def start_over() -> None:
+        shutil.rmtree(out, ignore_errors=True)
+        if overwrite:
+            out.mkdir()
+            (out / "stale.safetensors").write_text("old")
 
     def complete() -> bool:
         return out.exists() and not (out / "stale.safetensors").exists()
 
+    start_over()
     while not complete():
         pid = write_in_child(out, overwrite)
         if killed < 10:
@@ -345,7 +349,10 @@ def test_kills_at_random_moments_end_in_the_same_hashes(
             os.kill(pid, with_signal)
         killed += end_of(pid) != 0
         assert not complete() or hashes(out) == clean
-    assert killed
+        if complete() and not killed:
+            # the clean run was slow for reasons of its own, and this one too quick for its signal
+            seconds /= 2
+            start_over()
     assert hashes(out) == clean
 
 

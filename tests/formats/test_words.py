@@ -77,9 +77,8 @@ def test_gptq_comes_back_and_the_second_route_agrees(scheme, n, k, less):
     codes, packed = make_packed(scheme, n, k)
     out = gptq.encode("m", packed, less)
     assert_same(gptq.decode("m", out.__getitem__, scheme, (n, k), less), packed)
-    other, order = second_route.decode_layer(
-        "gptq", lambda suffix: out[f"m.{suffix}"], scheme, (n, k), gptq_v2=less == 0
-    )
+    parts = {name.removeprefix("m."): tensor for name, tensor in out.items()}
+    other, order = second_route.decode_layer("gptq" if less else "gptq-v2", parts, scheme, (n, k))
     assert order is None
     assert torch.equal(other.codes, codes)
     assert other.zero_point is None or torch.equal(other.zero_point, packed.zero_point)
@@ -108,7 +107,8 @@ def test_awq_words_follow_the_definition(group):
     stored = int(out["m.qzeros"][0, 0]) & 0xFFFFFFFF
     assert [(stored >> (4 * i)) & 15 for i in range(8)] == packed.zero_point[AWQ_ORDER, 0].tolist()
     assert_same(awq.decode("m", out.__getitem__, scheme, (24, 64)), packed)
-    other, _ = second_route.decode_layer("awq", lambda suffix: out[f"m.{suffix}"], scheme, (24, 64))
+    parts = {name.removeprefix("m."): tensor for name, tensor in out.items()}
+    other, _ = second_route.decode_layer("awq", parts, scheme, (24, 64))
     assert torch.equal(other.codes, codes)
     assert torch.equal(other.zero_point, packed.zero_point)
 
