@@ -10,7 +10,7 @@ files must give the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 _CHUNK = 1 << 18
-_WEIGHTS = (torch.arange(1, _CHUNK + 1) * 0x9E3779B1) % (1 << 31) | 1
+_WEIGHTS = (np.arange(1, _CHUNK + 1, dtype=np.int64) * 0x9E3779B1) % (1 << 31) | 1
 
 
 def checksum(tensor: Tensor) -> str:
@@ -46,16 +46,32 @@ def checksum(tensor: Tensor) -> str:
     different words within 2^18 words of each other. Independent of device and of how the tensor is packed.
     """
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = len(raw) // (4 * _CHUNK) * (4 * _CHUNK)
-    chunks = raw[:whole].view(torch.int32).view(-1, _CHUNK)
-    rest = torch.nn.functional.pad(raw[whole:], (0, 4 * _CHUNK - (len(raw) - whole))).view(torch.int32)
-    weights = _WEIGHTS.to(raw.device)
     total = 0
     # integer arithmetic wraps at 2^64, on every device
-    for part in (*chunks.split(1 if raw.device.type == "cpu" else 64), rest[None]):
-        for chunk_sum in torch.mul(part, weights).sum(1).tolist():
-            total = total * 3 + chunk_sum
+    for chunk_sum in _sums_on_cpu(raw) if raw.device.type == "cpu" else _sums_on_device(raw):
+        total = total * 3 + chunk_sum
     return f"{total % (1 << 64):016x}"
+
+
+def _sums_on_cpu(raw: Tensor) -> Iterator[int]:
+    """Weighted sums of whole chunks and of the part, maybe empty, that follows them; bytes end with zeros.
+
+    numpy's dot of integers is three times as fast as torch's product and sum.
+    """
+    data = raw.numpy()
+    words = (np.pad(data, (0, -len(data) % 4)) if len(data) % 4 else data).view(np.int32)
+    for start in range(0, len(words) + 1, _CHUNK):
+        part = words[start : start + _CHUNK].astype(np.int64)
+        yield int(np.dot(part, _WEIGHTS[: len(part)]))
+
+
+def _sums_on_device(raw: Tensor) -> Iterator[int]:
+    """The same, where the tensor is."""
+    whole = len(raw) // (4 * _CHUNK) * (4 * _CHUNK)
+    rest = torch.nn.functional.pad(raw[whole:], (0, 4 * _CHUNK - (len(raw) - whole))).view(torch.int32)
+    weights = torch.from_numpy(_WEIGHTS).to(raw.device)
+    for part in (*raw[:whole].view(torch.int32).view(-1, _CHUNK).split(64), rest[None]):
+        yield from torch.mul(part, weights).sum(1).tolist()
 
 
 def file_checksum(path: Path) -> str:
@@ -103,7 +119,7 @@ def decode_layer(
 
     parts: the stored tensors by their suffix in PARTS[format].  shape: (N, K).  The order is None, or for a
     GPTQ layer with activation order the input that each column of the codes belongs to, [K].
-    Raises SourceError if a tensor is missing or has not the shape or dtype that format, scheme and shape ask for.
+    Raises SourceError if a tensor is missing or has not the shape or dtype that format, scheme and shape want.
     """
     read = _Parts(parts)
     if format in ("gptq", "gptq-v2"):
@@ -135,13 +151,21 @@ def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.float32) -
     """Return (codes - zero_point) * scale as [N, K], computed in fp32 and rounded to dtype."""
     n, k = quantized.shape
     groups = quantized.scale.shape[1]
-    values = quantized.codes.to(torch.float32).view(n, groups, k // groups)
-    if quantized.zero_point is None:
-        values -= quantized.scheme.symmetric_zero
-    else:
-        values -= quantized.zero_point.to(torch.float32)[:, :, None]
-    values *= quantized.scale.to(torch.float32)[:, :, None]
-    return values.view(n, k).to(dtype)
+    device = quantized.codes.device
+    # numpy asks for huge pages, without which a fresh matrix costs more to fault in than to compute
+    fresh = torch.from_numpy(np.empty(n * k * dtype.itemsize, np.uint8)).view(dtype).view(n, k)
+    weight = fresh if device.type == "cpu" else torch.empty((n, k), dtype=dtype, device=device)
+    # on a CPU, rows that stay in cache
+    step = max(1, _CHUNK // k) if weight.device.type == "cpu" else n
+    for rows in (slice(start, start + step) for start in range(0, n, step)):
+        values = quantized.codes[rows].to(torch.float32).view(-1, groups, k // groups)
+        if quantized.zero_point is None:
+            values -= quantized.scheme.symmetric_zero
+        else:
+            values -= quantized.zero_point[rows, :, None].to(torch.float32)
+        values *= quantized.scale[rows, :, None].to(torch.float32)
+        weight[rows] = values.view(-1, k)
+    return weight
 
 
 def _codes(words: Tensor, bits: int, count: int) -> Tensor:

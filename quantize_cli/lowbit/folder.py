@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit.checkpoint.formats import format_of
-from lowbit.checkpoint.header import DTYPES, NARROW, TensorInfo, pread_into, read_header
+from lowbit.checkpoint.header import DTYPES, NARROW, TensorInfo, allocate, pread_into, read_header
 from lowbit.decode import PARTS, decode_layer, dequantize
 from lowbit.errors import SourceError
 from lowbit.manifest import complaint
@@ -145,7 +145,8 @@ class DenseView:
         turned = self.origins[name][0].get("transposed", False)
         matrices = {}
         for expert, parts in pieces.items():
-            whole = torch.cat([values for _, values in sorted(parts, key=lambda part: part[0])])
+            inside = [values for _, values in sorted(parts, key=lambda part: part[0])]
+            whole = torch.cat(inside) if len(inside) > 1 else inside[0]
             matrices[expert] = whole.T.contiguous() if turned else whole
         if None in matrices:
             return matrices[None]
@@ -216,7 +217,7 @@ def open_folder(path: str | Path) -> Folder:
 
 def read_span(path: Path, info: TensorInfo) -> Tensor:
     """Return the bytes of one tensor as uint8, in fresh memory."""
-    data = torch.empty(info.nbytes, dtype=torch.uint8)
+    data = allocate(info.nbytes)
     with path.open("rb", buffering=0) as file:
         pread_into(file.fileno(), data.numpy(), info.offset, path)
     return data

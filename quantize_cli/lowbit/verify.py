@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lowbit import events
 from lowbit.ahead import ahead
-from lowbit.checkpoint.header import TensorInfo, pread_into
+from lowbit.checkpoint.header import TensorInfo, allocate, pread_into
 from lowbit.checkpoint.source import Source, open_source
 from lowbit.decode import PARTS, checksum, checksums, file_checksum
 from lowbit.device import pick_device
@@ -346,7 +346,7 @@ class Reader:
             if self.hash:
                 sha.update(stream.read(infos[0].offset))
             for info in infos:
-                data = torch.empty(info.nbytes, dtype=torch.uint8)
+                data = allocate(info.nbytes)
                 pread_into(stream.fileno(), data.numpy(), info.offset, path)
                 if self.hash:
                     sha.update(data.numpy().data)

@@ -159,3 +159,14 @@ def test_checksum_takes_any_size():
         sums.add(decode.checksum(changed))
     assert len(sums) == 4
     assert decode.checksum(torch.empty(0)) == "0" * 16
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 1001, 1 << 20, (1 << 20) + 1, (3 << 20) + 17])
+def test_checksum_is_the_same_where_the_tensor_is(count):
+    """The sums a GPU would make, here on the CPU, and those of plain Python."""
+    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    sums = list(decode._sums_on_cpu(raw))
+    assert list(decode._sums_on_device(raw)) == sums
+    words = np.frombuffer(bytes(raw.tolist()) + bytes(-count % 4), np.int32)[: 1 << 18].tolist()
+    naive = sum(word * (((i + 1) * 0x9E3779B1 % (1 << 31)) | 1) for i, word in enumerate(words))
+    assert (sums[0] - naive) % (1 << 64) == 0

@@ -10,8 +10,10 @@ plain positioned reads whose memory is ours.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from lowbit.errors import SourceError
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
 
 # safetensors name -> (torch name, bytes per element); sub-byte types are absent: see NARROW
 DTYPES = {
@@ -54,6 +57,8 @@ NARROW = {
 }
 # the library's own limit; a larger number is not a header length
 MAX_HEADER_BYTES = 100_000_000
+# buffers from this size on are worth huge pages
+HUGE_FROM = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -202,3 +207,20 @@ def pread_into(fd: int, array: np.ndarray, offset: int, path: str | os.PathLike[
             done += got
     except OSError as e:
         raise SourceError(f"{path}: {e.strerror} at byte {offset + done}; check the disk") from None
+
+
+def allocate(nbytes: int) -> Tensor:
+    """Return [nbytes] uint8 for a read to fill.
+
+    Large buffers come in huge pages where the system has them: faulting in fresh 4 KiB pages costs three
+    times as much as the copy from the page cache.
+    """
+    import torch
+
+    if nbytes < HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(nbytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # EINVAL from kernels built without them
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)

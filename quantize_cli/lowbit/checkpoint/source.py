@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import mmap
 import os
 import re
 import tempfile
@@ -28,6 +27,7 @@ from lowbit.checkpoint.header import (
     NARROW,
     StridedInfo,
     TensorInfo,
+    allocate,
     pread_into,
     read_header,
     read_json,
@@ -86,7 +86,6 @@ CONFIG_TYPES: dict[str, type] = {
     "tie_word_embeddings": bool,
 }
 HASH_CHUNK = 1 << 22
-HUGE_FROM = 1 << 22
 
 
 @dataclass
@@ -309,28 +308,11 @@ def _read_plain(descriptor: int, info: TensorInfo) -> Tensor:
 
     dtype = getattr(torch, DTYPES[info.dtype][0])
     span = info.span if isinstance(info, StridedInfo) else info.nbytes
-    data = _allocate(span)
+    data = allocate(span)
     pread_into(descriptor, data.numpy(), info.offset, info.file)
     if isinstance(info, StridedInfo):
         return data.view(dtype).as_strided(info.shape, info.stride).contiguous()
     return data.view(dtype).reshape(info.shape)
-
-
-def _allocate(nbytes: int) -> Tensor:
-    """Return [nbytes] uint8 for a read to fill.
-
-    Large buffers come in huge pages where the system has them: faulting in fresh 4 KiB pages costs three
-    times as much as the copy from the page cache.
-    """
-    import torch
-
-    if nbytes < HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(nbytes, dtype=torch.uint8)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # EINVAL from kernels built without them
-    with contextlib.suppress(OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _what_is_there(folder: Path) -> str:
