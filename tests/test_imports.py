@@ -37,10 +37,10 @@ LEVELS = {
     ],
     "lowbit_kernels": [
         {"layout"},
-        {"reference", "device"},
-        {"wna16", "packing", "solve"},
+        {"reference", "device", "problem"},
+        {"wna16", "packing", "solve", "fragment", "tables"},
         {"dispatch"},
-        {"tuning", "functional"},
+        {"measure", "tuning", "bench", "functional"},
     ],
 }
 

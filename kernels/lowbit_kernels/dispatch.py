@@ -1,21 +1,29 @@
 """Which kernel multiplies by a quantized weight, and how it is launched.
 
+    weight = prepare(weight)       once, at load: the order of words that the fast kernels read
     matmul(x, weight) -> problem_of(x, weight) -> choose(problem) -> VARIANTS[config.variant].launch(...)
 
-VARIANTS is the plug point: a variant says why it cannot take a problem (`accepts` returns the reason), which
-config it would use untuned and which ones are worth measuring. The first variant that accepts is chosen.
+VARIANTS is the plug point: a variant says why it does not take a problem (`accepts` returns the reason),
+which config it would use untuned and which ones are worth measuring. A tuned table decides where it knows
+the problem; otherwise the first variant that accepts, with the config of its rule.
+
+The rules count warps: one streaming multiprocessor of an H200 needs about 27 of decode's to saturate memory.
+They were fitted to the search in benchmarks/NOTES.md and need no measurement on the user's side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from . import wna16
-from .layout import BITS, PackLayout
+from . import fragment, wna16
+from .fragment import FragmentWeight
+from .layout import BITS, TILE_K, PackLayout
+from .problem import KernelConfig, Problem
+from .tables import shipped_configs
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -54,36 +62,7 @@ class GemmWeight:
         return self.words.shape[0]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What the choice of a kernel may depend on.
-
-    group_size: inputs per group, equal to k for one group per row.  has_zero: asymmetric.
-    act_dtype: "float16", "bfloat16" or "float32".  m_bucket: tokens, rounded up to a power of two.
-    arch: "sm_90", "gfx942", ..., or "cpu" for the interpreter.
-    """
-
-    bits: int
-    group_size: int
-    has_zero: bool
-    act_dtype: str
-    m_bucket: int
-    n: int
-    k: int
-    arch: str
-
-
-@dataclass(frozen=True)
-class KernelConfig:
-    """How one variant is launched: its tile, the split of K and the compiler's two knobs."""
-
-    variant: str
-    block_m: int
-    block_n: int
-    block_k: int
-    split_k: int = 1
-    num_warps: int = 4
-    num_stages: int = 3
+AnyWeight = GemmWeight | FragmentWeight
 
 
 @dataclass(frozen=True)
@@ -98,12 +77,29 @@ class Variant:
     accepts: Callable[[Problem], str | None]
     default: Callable[[Problem], KernelConfig]
     candidates: Callable[[Problem], tuple[KernelConfig, ...]]
-    launch: Callable[[Tensor, GemmWeight, Tensor | None, Tensor, KernelConfig], None]
+    launch: Callable[[Tensor, AnyWeight, Tensor | None, Tensor, KernelConfig], None]
+
+
+def prepare(weight: GemmWeight) -> GemmWeight | FragmentWeight:
+    """The weight in the order that the fast kernels read; as it is where that order cannot hold it.
+
+    A copy: the stored words can be dropped afterwards. Waits for the device.
+    """
+    if fragment.refuses(weight.group_size, weight.in_features) is not None:
+        return weight
+    return fragment.repack(
+        weight.words, weight.scale, weight.zero_point, weight.bits, weight.group_size, weight.in_features
+    )
+
+
+def order_of(group_size: int, in_features: int) -> str:
+    """The order of words that prepare() gives a weight."""
+    return "row" if fragment.refuses(group_size, in_features) else "fragment"
 
 
 def matmul(
     x: Tensor,
-    weight: GemmWeight,
+    weight: AnyWeight,
     bias: Tensor | None = None,
     out: Tensor | None = None,
     config: KernelConfig | None = None,
@@ -139,7 +135,7 @@ def matmul(
     return out
 
 
-def problem_of(x: Tensor, weight: GemmWeight) -> Problem:
+def problem_of(x: Tensor, weight: AnyWeight) -> Problem:
     """The problem that x [..., K] and weight pose."""
     return Problem(
         bits=weight.bits,
@@ -150,12 +146,27 @@ def problem_of(x: Tensor, weight: GemmWeight) -> Problem:
         n=weight.out_features,
         k=weight.in_features,
         arch=arch_of(x.device),
+        order="fragment" if isinstance(weight, FragmentWeight) else "row",
     )
 
 
 def bucket(tokens: int) -> int:
     """tokens rounded up to a power of two; configs are chosen per bucket."""
     return 1 << max(tokens - 1, 0).bit_length()
+
+
+# Tables that the user loaded; choose() asks them before the shipped one.
+_installed: dict[Problem, KernelConfig] = {}
+
+
+def install(configs: dict[Problem, KernelConfig]) -> None:
+    """Let choose() prefer these configs, such as those that tables.read_table() found in a model's folder."""
+    _installed.update(configs)
+
+
+def _device_name() -> str | None:
+    """Name of the current GPU; None without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def arch_of(device: torch.device) -> str:
@@ -174,7 +185,16 @@ def refusals(problem: Problem) -> dict[str, str | None]:
 
 
 def choose(problem: Problem) -> KernelConfig:
-    """The untuned config of the first variant that accepts; ValueError with every reason if none does."""
+    """The config of a tuned table, or else the rule of the first variant that accepts.
+
+    Raises ValueError with every reason if no variant accepts.
+    """
+    tuned = _installed.get(problem) or shipped_configs(problem.arch, _device_name()).get(problem)
+    return rule(problem) if tuned is None else tuned
+
+
+def rule(problem: Problem) -> KernelConfig:
+    """choose() without any table."""
     reasons = refusals(problem)
     for name, reason in reasons.items():
         if reason is None:
@@ -182,7 +202,232 @@ def choose(problem: Problem) -> KernelConfig:
     raise ValueError("no kernel takes this problem: " + "; ".join(f"{n}: {r}" for n, r in reasons.items()))
 
 
+def _accepts_decode(problem: Problem) -> str | None:
+    if (reason := _accepts_fragments(problem)) is not None:
+        return reason
+    if problem.m_bucket > 16 or (problem.m_bucket > 8 and problem.n * problem.k > SMALL):
+        return f"{problem.m_bucket} tokens: gemm reads x once for more outputs"
+    return None
+
+
+def _accepts_gemm(problem: Problem) -> str | None:
+    if (reason := _accepts_fragments(problem)) is not None:
+        return reason
+    if problem.m_bucket > 2048:
+        return f"{problem.m_bucket} tokens: a dense product of the dequantized weight is faster"
+    return None
+
+
+def _accepts_fragments(problem: Problem) -> str | None:
+    if problem.order != "fragment":
+        return "the words are in stored order; prepare() reorders them"
+    if problem.act_dtype == "float32":
+        return "float32 activations: the matrix instruction takes 16 bits"
+    return None
+
+
+def _accepts_dense(problem: Problem) -> str | None:
+    return None if problem.order == "fragment" else "the words are in stored order; prepare() reorders them"
+
+
+# Weights (N · K) up to which one program can hold all of K at once, and latency is what counts.
+SMALL = 1 << 23
+
+
+def _default_decode(problem: Problem) -> KernelConfig:
+    """One step over all of K for small weights; otherwise rows and slices until enough warps run.
+
+    Beyond four tokens x is what costs, so programs own more rows and load x by sectors.
+    """
+    few = problem.m_bucket <= 4
+    tiles = -(-problem.k // TILE_K)
+    if problem.n * problem.k <= SMALL and tiles <= 16:
+        return _decode(problem, 16, _floor_power(tiles), 1, min(4, _floor_power(tiles)))
+    large = problem.n * problem.k > 100 << 20
+    block_n = (32 if large else 16) if few else (64 if large else 32)
+    ways = _floor_power(max(1, min(tiles, 1.4 * (3000 if few else 1600) * block_n / problem.n)))
+    if ways <= 8:
+        return _decode(problem, block_n, ways, 1, ways)
+    return _decode(problem, block_n, 2, ways // 2, 2)
+
+
+def _decode(problem: Problem, block_n: int, slices: int, split_k: int, num_warps: int) -> KernelConfig:
+    tiles = -(-problem.k // TILE_K)
+    steps = -(-tiles // (slices * split_k))
+    few = problem.m_bucket <= 4
+    small = problem.n * problem.k <= SMALL
+    return KernelConfig(
+        "decode",
+        block_m=8 if problem.m_bucket <= 8 else 16,
+        block_n=block_n,
+        block_k=_block_k(problem, TILE_K),
+        split_k=split_k,
+        num_warps=num_warps,
+        num_stages=1,
+        slices=slices,
+        prefetch=few and steps > 1 and (steps >= 16 or slices == 8),
+        x_wide=not few,
+        dependent=_dependent_launch(problem.arch) and small,
+    )
+
+
+def _decode_candidates(problem: Problem) -> tuple[KernelConfig, ...]:
+    """The rule's config, half and twice its rows or its share of K, and the ways to split that share."""
+    default = _default_decode(problem)
+    tiles = -(-problem.k // TILE_K)
+    ways = default.slices * default.split_k
+    found = [default, replace(default, x_wide=not default.x_wide)]
+    if _dependent_launch(problem.arch):
+        found.append(replace(default, dependent=not default.dependent))
+    for block_n in {default.block_n, 32 if default.block_n != 32 else 64, 16}:
+        for total in (ways // 2, ways, ways * 2):
+            for slices in {2, min(8, total)} if total > 1 else {1}:
+                if 1 <= total <= tiles and slices <= total and total // slices <= 16:
+                    found.append(_decode(problem, block_n, slices, total // slices, slices))
+    return tuple(dict.fromkeys(found))
+
+
+def _default_gemm(problem: Problem) -> KernelConfig:
+    """Up to 32 tokens narrow tiles and K split until 900 programs run; up to 128 tiles of 64 tokens; beyond,
+    128 tokens with scales on the weights, and K split only where tiles are few.
+    """
+    m, n = problem.m_bucket, problem.n
+    if m <= 32:
+        return _gemm(problem, max(m, 16), 64, 128, _split(problem, 900, 64, max(m, 16)), 4, 3)
+    if m <= 64:
+        wide = n >= 16384
+        return _gemm(problem, 64, 128 if wide else 64, 128, _split(problem, 450, 64, 64), 8 if wide else 4, 3)
+    if m == 128 and n < 16384:
+        block_n = 128 if problem.k > n or n > 10240 else 64
+        return _gemm(problem, 64, block_n, 128, _split(problem, 256, block_n, 64), 4, 3)
+    if m <= 256 or (m <= 512 and n < 16384):
+        return _gemm(problem, 128, 64, 64, _split(problem, 128, 64, 128), 4, 3)
+    return _gemm(problem, 128, 128, 64, 1, 8, 3)
+
+
+def _split(problem: Problem, programs: int, block_n: int, block_m: int) -> int:
+    """Slices of K that make about so many programs, a power of two up to 8."""
+    tiles = -(-problem.n // block_n) * -(-problem.m_bucket // block_m)
+    return min(8, _floor_power(max(1, min(programs / tiles, problem.k / 256))))
+
+
+def _gemm(
+    problem: Problem, block_m: int, block_n: int, block_k: int, split_k: int, num_warps: int, num_stages: int
+) -> KernelConfig:
+    cuda = problem.arch.startswith("sm_")
+    return KernelConfig(
+        "gemm",
+        block_m=block_m,
+        block_n=block_n,
+        block_k=_block_k(problem, block_k),
+        split_k=split_k,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        scale_weights=block_m >= 128,
+        descriptor=_dependent_launch(problem.arch) and block_m >= 32,
+        dependent=_dependent_launch(problem.arch) and problem.m_bucket <= 64 and cuda,
+    )
+
+
+def _gemm_candidates(problem: Problem) -> tuple[KernelConfig, ...]:
+    m = problem.m_bucket
+    found = [_default_gemm(problem)]
+    if m <= 32:
+        shapes = [(max(m, 16), 64, 128, 4, 3), (max(m, 16), 128, 128, 4, 3)]
+    elif m <= 128:
+        shapes = [(32, 64, 128, 4, 3), (64, 64, 128, 4, 3), (64, 128, 128, 4, 3), (64, 128, 128, 8, 3)]
+        shapes += [(128, 64, 64, 4, 3), (128, 128, 64, 8, 3)] if m == 128 else []
+    else:
+        shapes = [(64, 128, 128, 8, 3), (128, 64, 64, 4, 3), (128, 128, 64, 4, 3), (128, 128, 64, 8, 3)]
+    for block_m, block_n, block_k, num_warps, num_stages in shapes:
+        for split_k in (1, 2, 4, 8):
+            programs = -(-problem.n // block_n) * -(-m // block_m) * split_k
+            enough = split_k == 1 or programs <= 1200
+            if (
+                enough
+                and programs >= min(64, programs * 8 // split_k)
+                and split_k * 256 <= max(problem.k, 256)
+            ):
+                found.append(_gemm(problem, block_m, block_n, block_k, split_k, num_warps, num_stages))
+    return tuple(dict.fromkeys(found))
+
+
+def _default_dense(problem: Problem) -> KernelConfig:
+    return KernelConfig("dense", block_m=0, block_n=64, block_k=_block_k(problem, TILE_K))
+
+
+def _block_k(problem: Problem, at_most: int) -> int:
+    """Inputs a block may span without leaving its group."""
+    return (
+        at_most if problem.group_size == problem.k else min(at_most, problem.group_size & -problem.group_size)
+    )
+
+
+def _dependent_launch(arch: str) -> bool:
+    """Whether the target has programmatic dependent launch and TMA descriptors."""
+    return arch.startswith("sm_") and int(arch[3:]) >= 90
+
+
+def _floor_power(value: float) -> int:
+    """value >= 1 rounded down to a power of two."""
+    return 1 << (int(value).bit_length() - 1)
+
+
+def _launch_decode(
+    x: Tensor, weight: AnyWeight, bias: Tensor | None, out: Tensor, config: KernelConfig
+) -> None:
+    assert isinstance(weight, FragmentWeight)
+    fragment.decode(
+        x,
+        weight,
+        bias,
+        out,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        split_k=config.split_k,
+        slices=config.slices,
+        num_warps=config.num_warps,
+        prefetch=config.prefetch,
+        x_wide=config.x_wide,
+        dependent=config.dependent,
+    )
+
+
+def _launch_gemm(
+    x: Tensor, weight: AnyWeight, bias: Tensor | None, out: Tensor, config: KernelConfig
+) -> None:
+    assert isinstance(weight, FragmentWeight)
+    fragment.gemm(
+        x,
+        weight,
+        bias,
+        out,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        block_k=config.block_k,
+        split_k=config.split_k,
+        scale_weights=config.scale_weights,
+        descriptor=config.descriptor,
+        dependent=config.dependent,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _launch_dense(
+    x: Tensor, weight: AnyWeight, bias: Tensor | None, out: Tensor, config: KernelConfig
+) -> None:
+    assert isinstance(weight, FragmentWeight)
+    dense = fragment.dequantize(weight, x.dtype)
+    if bias is None:
+        torch.mm(x, dense.t(), out=out)
+    else:
+        torch.addmm(bias.to(x.dtype), x, dense.t(), out=out)
+
+
 def _accepts_plain(problem: Problem) -> str | None:
+    if problem.order != "row":
+        return "the words are in fragment order"
     if problem.group_size != problem.k and problem.group_size % 32:
         return f"group size {problem.group_size} is neither a multiple of 32 nor the whole row"
     return None
@@ -217,8 +462,9 @@ def _plain_candidates(problem: Problem) -> tuple[KernelConfig, ...]:
 
 
 def _launch_plain(
-    x: Tensor, weight: GemmWeight, bias: Tensor | None, out: Tensor, config: KernelConfig
+    x: Tensor, weight: AnyWeight, bias: Tensor | None, out: Tensor, config: KernelConfig
 ) -> None:
+    assert isinstance(weight, GemmWeight)
     wna16.wna16(
         x,
         weight.words,
@@ -238,6 +484,11 @@ def _launch_plain(
 
 
 VARIANTS: dict[str, Variant] = {
+    "decode": Variant(_accepts_decode, _default_decode, _decode_candidates, _launch_decode),
+    "gemm": Variant(_accepts_gemm, _default_gemm, _gemm_candidates, _launch_gemm),
+    "dense": Variant(
+        _accepts_dense, _default_dense, lambda problem: (_default_dense(problem),), _launch_dense
+    ),
     "plain": Variant(_accepts_plain, _default_plain, _plain_candidates, _launch_plain),
 }
 

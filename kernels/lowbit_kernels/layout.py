@@ -130,3 +130,102 @@ def _every(field: int, used: int) -> int:
     """Mask, as a signed 64-bit number, of the low `used` bits in every field of `field` bits."""
     mask = sum(((1 << used) - 1) << shift for shift in range(0, 64, field))
     return mask - (1 << 64) if mask >> 63 else mask
+
+
+# A fragment tile: the rows and inputs of one left operand of the matrix instruction, times eight along K.
+TILE_N = 16
+TILE_K = 128
+
+# Rows are filled up to whole programs of the widest kernel.
+ROW_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class FragmentLayout:
+    """The run-time order of one weight's words: what a lane of the matrix instruction holds, lane by lane.
+
+    words[r, c, lane, i] of 32 bits, with field = 4 for 3-bit codes and bits otherwise, holds at bit
+    field · (half + 2 · run) + 16 · odd, then rotated left by 2, the code of
+
+        row    16 r + 8 half + lane // 4                              half in 0, 1
+        input  8 ((4 c + i) · (8 / field) + run) + 2 (lane % 4) + odd      run below 8 / field, odd in 0, 1
+
+    Rows are padded to a multiple of ROW_BLOCK and inputs to one of TILE_K, with code 0. It is derived from
+    the stored words when a weight is loaded and never written to a checkpoint.
+    """
+
+    bits: int
+    out_features: int
+    in_features: int
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise ValueError(f"bits {self.bits} is not supported; use one of {', '.join(map(str, BITS))}")
+
+    @property
+    def field(self) -> int:
+        """Bits a code takes: 3-bit codes travel in 4, so that no code straddles two words."""
+        return 4 if self.bits == 3 else self.bits
+
+    @property
+    def runs(self) -> int:
+        """Runs of eight inputs that one word draws from."""
+        return 8 // self.field
+
+    @property
+    def padded_n(self) -> int:
+        return -(-self.out_features // ROW_BLOCK) * ROW_BLOCK
+
+    @property
+    def tiles(self) -> int:
+        """Tiles along K."""
+        return -(-self.in_features // TILE_K)
+
+    @property
+    def padded_k(self) -> int:
+        return self.tiles * TILE_K
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.padded_n // TILE_N, self.tiles * self.field // 2, 32, 4
+
+
+def fragment_words(codes: Tensor, bits: int) -> Tensor:
+    """Codes to the run-time words of FragmentLayout, in plain PyTorch.
+
+    codes: [N, K] uint8.  Returns int32 of the layout's shape.
+    """
+    layout = FragmentLayout(bits, *codes.shape)
+    rows, chunks = layout.shape[:2]
+    padded = codes.new_zeros((layout.padded_n, layout.padded_k))
+    padded[: codes.shape[0], : codes.shape[1]] = codes
+    # [r, half, lane // 4, word, run, lane % 4, odd]
+    fields = padded.view(rows, 2, 8, chunks * 4, layout.runs, 4, 2)
+    words = codes.new_zeros((rows, 8, chunks * 4, 4), dtype=torch.int64)
+    for half in range(2):
+        for run in range(layout.runs):
+            for odd in range(2):
+                shift = (layout.field * (half + 2 * run) + 16 * odd + 2) % 32
+                code = fields[:, half, :, :, run, :, odd].to(torch.int64)
+                words |= code << shift | code >> (32 - shift)
+    words = words.view(rows, 8, chunks, 4, 4).permute(0, 2, 1, 4, 3).reshape(layout.shape)
+    # the low 32 bits, as a signed number
+    return (words << 32 >> 32).to(torch.int32)
+
+
+def unfragment_words(words: Tensor, layout: FragmentLayout) -> Tensor:
+    """Undo fragment_words: [N, K] uint8."""
+    if words.dtype != torch.int32 or tuple(words.shape) != layout.shape:
+        raise ValueError(f"wanted {list(layout.shape)} int32, got {list(words.shape)} {words.dtype}")
+    rows, chunks = layout.shape[:2]
+    lanes = words.view(rows, chunks, 8, 4, 4).permute(0, 2, 1, 4, 3).reshape(rows, 8, chunks * 4, 4)
+    lanes = lanes.to(torch.int64) & 0xFFFFFFFF
+    fields = words.new_empty((rows, 2, 8, chunks * 4, layout.runs, 4, 2), dtype=torch.uint8)
+    for half in range(2):
+        for run in range(layout.runs):
+            for odd in range(2):
+                shift = (layout.field * (half + 2 * run) + 16 * odd + 2) % 32
+                code = (lanes >> shift | lanes << (32 - shift)) & ((1 << layout.field) - 1)
+                fields[:, half, :, :, run, :, odd] = code.to(torch.uint8)
+    codes = fields.view(layout.padded_n, layout.padded_k)
+    return codes[: layout.out_features, : layout.in_features].contiguous()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
 }
 
 
@@ -45,3 +49,23 @@ def compile_kernel(
         if "ROCm linker" in str(error):
             pytest.skip(str(error))
         raise
+
+
+def machine_loop(compiled: Any, folder: Path) -> list[str]:
+    """Opcodes of the longest loop of a kernel compiled for CUDA; Triton brings the disassembler."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    text = subprocess.run([disassembler, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    labels: dict[str, int] = {}
+    opcodes: list[str] = []
+    loops: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(opcodes)
+        if instruction := re.match(r"\s*/\*\w+\*/\s+(?:@!?U?P\w+\s+)?(\S+)(.*);", line):
+            opcodes.append(instruction[1])
+            target = re.search(r"\.L_\w+", instruction[2]) if instruction[1].startswith("BRA") else None
+            if target and target[0] in labels:
+                loops.append(opcodes[labels[target[0]] :])
+    return max(loops, key=len)

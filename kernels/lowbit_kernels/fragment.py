@@ -1,0 +1,1133 @@
+"""y = x Wᵀ + bias from weights in fragment order (layout.py): the fast family, one launch a call.
+
+The weight is the left operand of the matrix instruction, so a program owns a [BLOCK_N, BLOCK_M] tile of yᵀ
+and the padded dimension is tokens, in steps of 8. A word holds, in fields of each half-word, codes of rows r
+and r + 8 for neighbouring inputs; `(word & mask) | magic` turns a field of both halves into floats 2^e + q,
+and joins and reshapes that the compiler resolves to register renaming make the operand. Nothing is shuffled.
+
+    decode      few tokens. Operands go from memory to registers: no shared memory, no barrier in the loop.
+                The offset of the magic numbers leaves after the product,
+                    y = Σ_g s_g (Σ_k (2^e + q) x  -  (2^e + z_g) Σ_k x),
+                with Σ_k x from the same instruction and a left operand of ones, so that zero-points, whole or
+                fractional, are free. SLICES warps share a tile along K and add up through shared memory.
+    gemm        more tokens. x goes through shared memory, by a TMA descriptor where that is possible; weights
+                are centred, and scaled before the product (SCALE_WEIGHTS) or after it.
+    dequantize  writes W for a dense product.
+
+Split K: partial sums go to a workspace, and the last program of a tile adds them, slice 0 first, so a result
+does not depend on the order in which programs finish.
+
+Bytes moved: words and scales once per BLOCK_M tokens; x once per BLOCK_N outputs, mostly from cache;
+SPLIT_K · M · N · 8 for the split.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .device import jit, launch, tl, triton
+from .layout import TILE_K, TILE_N, FragmentLayout
+
+
+@jit()
+def _rotate_right(word, BY: tl.constexpr):
+    if BY == 0:
+        return word
+    else:
+        bits = word.to(tl.uint32, bitcast=True)
+        return ((bits >> BY) | (bits << (32 - BY))).to(tl.int32, bitcast=True)
+
+
+@jit()
+def _pair(
+    word,
+    MASK: tl.constexpr,
+    MAGIC: tl.constexpr,
+    ZERO: tl.constexpr,
+    ZERO_BITS: tl.constexpr,
+    dtype: tl.constexpr,
+    LOP3: tl.constexpr,
+):
+    """Fields of both half-words as floats, minus ZERO unless that is 0: int32 [...] to dtype [..., 2].
+
+    MASK, MAGIC: of one half-word.  ZERO_BITS: ZERO in dtype.
+    """
+    if LOP3:
+        # From `&` and `|` with two immediates ptxas makes two instructions, and LLVM releases differ in
+        # whether a subtraction takes both halves at once.
+        if ZERO == 0:
+            bits = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, $2, $3, 0xea;",
+                "=r,r,r,r",
+                [word, MASK * 0x10001, MAGIC * 0x10001],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        elif dtype == tl.float16:
+            bits = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, $2, $3, 0xea; sub.f16x2 $0, $0, $4;",
+                "=&r,r,r,r,r",
+                [word, MASK * 0x10001, MAGIC * 0x10001, ZERO_BITS * 0x10001],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            # sm_80 has no sub.bf16x2; -1 · zero + x
+            bits = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, $2, $3, 0xea; fma.rn.bf16x2 $0, $4, $5, $0;",
+                "=&r,r,r,r,r,r",
+                [word, MASK * 0x10001, MAGIC * 0x10001, ZERO_BITS * 0x10001, -0x407F4080],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+    else:
+        bits = (word & (MASK * 0x10001)) | (MAGIC * 0x10001)
+    low = (bits & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+    high = (bits >> 16).to(tl.int16).to(dtype, bitcast=True)
+    pair = tl.join(low, high)
+    return pair if LOP3 or ZERO == 0 else pair - ZERO
+
+
+@jit()
+def _field(
+    word,
+    HALF: tl.constexpr,
+    RUN: tl.constexpr,
+    BITS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    dtype: tl.constexpr,
+    LOP3: tl.constexpr,
+):
+    """Codes of rows HALF of run RUN, minus CENTRE, or plus _field_offset if that is None: dtype [..., 2]."""
+    # eight bits need the ten-bit mantissa of fp16
+    wide: tl.constexpr = dtype == tl.float16 or BITS == 8
+    mantissa: tl.constexpr = 10 if wide else 7
+    # both rows' fields fit the mantissa of one rotation, or the second row needs its own
+    at: tl.constexpr = 2 + BITS * HALF if mantissa >= 2 + 2 * BITS else 2
+    rotated = _rotate_right(word, BITS * (HALF + 2 * RUN) + 2 - at)
+    mask: tl.constexpr = ((1 << BITS) - 1) << at
+    # the exponent of 2^(mantissa - at), whose field at `at` counts ones
+    magic: tl.constexpr = (25 - at) << 10 if wide else (134 - at) << 7
+    half: tl.constexpr = tl.float16 if wide else dtype
+    # in bf16, codes of 8 bits fit only centred
+    centre: tl.constexpr = 128 if CENTRE is None and half != dtype else CENTRE
+    if centre is None:
+        return _pair(rotated, mask, magic, 0.0, 0, half, LOP3)
+    else:
+        zero: tl.constexpr = 1.0 * (1 << (mantissa - at)) + centre
+        return _pair(rotated, mask, magic, zero, magic + (centre << at), half, LOP3).to(dtype)
+
+
+@jit()
+def _field_offset(half, BITS: tl.constexpr, dtype: tl.constexpr):
+    """What _field adds to the codes of rows `half` (0 or 1, a tensor)."""
+    if BITS == 8 and dtype != tl.float16:
+        return tl.where(half == 0, -128.0, -128.0)
+    else:
+        mantissa: tl.constexpr = 10 if dtype == tl.float16 else 7
+        second: tl.constexpr = 2 + BITS if mantissa >= 2 + 2 * BITS else 2
+        return tl.where(half == 0, 1.0 * (1 << (mantissa - 2)), 1.0 * (1 << (mantissa - second)))
+
+
+@jit()
+def _operand(
+    words,
+    SLICES: tl.constexpr,
+    ROWS16: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BITS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    ORDER: tl.constexpr,
+    dtype: tl.constexpr,
+    LOP3: tl.constexpr,
+):
+    """[CHUNKS · ROWS16 · SLICES, 32 · WIDE] words to the left operand [SLICES, 16 · ROWS16, BLOCK_K].
+
+    ORDER: of inputs within a block of 32, free as long as _x_operand takes the same: 2 or 4, the neighbours
+    that a lane holds in the operand that the compiler picked, and registers are renamed instead of moved.
+    """
+    w = tl.reshape(words, (CHUNKS, ROWS16, SLICES, 8, 4, WIDE))  # c r s lane//4 lane%4 i
+    if BITS == 8:
+        p = tl.join(_field(w, 0, 0, BITS, CENTRE, dtype, LOP3), _field(w, 1, 0, BITS, CENTRE, dtype, LOP3))
+        p = tl.permute(p, (2, 1, 7, 3, 0, 5, 4, 6))  # c r s nl t i odd half
+    elif BITS == 4:
+        p = tl.join(
+            tl.join(_field(w, 0, 0, BITS, CENTRE, dtype, LOP3), _field(w, 0, 1, BITS, CENTRE, dtype, LOP3)),
+            tl.join(_field(w, 1, 0, BITS, CENTRE, dtype, LOP3), _field(w, 1, 1, BITS, CENTRE, dtype, LOP3)),
+        )
+        p = tl.permute(p, (2, 1, 8, 3, 0, 5, 7, 4, 6))  # c r s nl t i odd run half
+    else:
+        p = tl.join(
+            tl.join(
+                tl.join(
+                    _field(w, 0, 0, BITS, CENTRE, dtype, LOP3), _field(w, 0, 1, BITS, CENTRE, dtype, LOP3)
+                ),
+                tl.join(
+                    _field(w, 0, 2, BITS, CENTRE, dtype, LOP3), _field(w, 0, 3, BITS, CENTRE, dtype, LOP3)
+                ),
+            ),
+            tl.join(
+                tl.join(
+                    _field(w, 1, 0, BITS, CENTRE, dtype, LOP3), _field(w, 1, 1, BITS, CENTRE, dtype, LOP3)
+                ),
+                tl.join(
+                    _field(w, 1, 2, BITS, CENTRE, dtype, LOP3), _field(w, 1, 3, BITS, CENTRE, dtype, LOP3)
+                ),
+            ),
+        )
+        p = tl.permute(p, (2, 1, 9, 3, 0, 5, 8, 7, 4, 6))  # c r s nl t i odd run%2 run//2 half
+    BLOCK_K: tl.constexpr = CHUNKS * WIDE * 64 // BITS
+    p = tl.reshape(p, (SLICES, ROWS16 * 16, BLOCK_K // 32, 2, 2, 4, 2))  # s row block//2 block%2 run t odd
+    if ORDER == 2:
+        pass
+    elif ORDER == 4:
+        p = tl.permute(p, (0, 1, 2, 3, 5, 4, 6))
+    else:
+        p = tl.permute(p, (0, 1, 2, 4, 5, 3, 6))
+    return tl.reshape(p, (SLICES, ROWS16 * 16, BLOCK_K))
+
+
+@jit()
+def _weights(
+    words,
+    ROWS16: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BITS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    ORDER: tl.constexpr,
+    dtype: tl.constexpr,
+    LOP3: tl.constexpr,
+):
+    """[CHUNKS · ROWS16, 32 · WIDE] words to q - CENTRE, exact: [16 · ROWS16, CHUNKS · WIDE · 64 / BITS]."""
+    a = _operand(words, 1, ROWS16, CHUNKS, WIDE, BITS, CENTRE, ORDER, dtype, LOP3)
+    return tl.reshape(a, (ROWS16 * 16, CHUNKS * WIDE * 64 // BITS))
+
+
+@jit()
+def _x_operand(
+    x,
+    SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr,
+    ORDER: tl.constexpr,
+):
+    """x as decode_kernel loads it to the right operand [SLICES, BLOCK_K, BLOCK_M], in _operand's ORDER."""
+    if WIDE:
+        x = tl.reshape(x, (BLOCK_M // 8, BLOCK_K // 32, SLICES, 8, 2, 2, 4, 2))  # mr c s m b run t odd
+        x = tl.permute(x, (2, 1, 4, 5, 6, 7, 0, 3))
+    else:
+        x = tl.reshape(x, (BLOCK_M // 8, BLOCK_K // 32, 2, 2, SLICES, 8, 4, 2))  # mr c b run s m t odd
+        x = tl.permute(x, (4, 1, 2, 3, 6, 7, 0, 5))
+    x = tl.reshape(x, (SLICES, BLOCK_K // 32, 2, 2, 4, 2, BLOCK_M))
+    if ORDER == 2:
+        pass
+    elif ORDER == 4:
+        x = tl.permute(x, (0, 1, 2, 4, 3, 5, 6))
+    else:
+        x = tl.permute(x, (0, 1, 3, 4, 2, 5, 6))
+    return tl.reshape(x, (SLICES, BLOCK_K, BLOCK_M))
+
+
+@jit()
+def _per_row(value, SLICES: tl.constexpr, ROWS16: tl.constexpr, BLOCK_M: tl.constexpr):
+    """[2 · ROWS16 · SLICES · 32], one value a row and lane, to fp32 [SLICES, 16 · ROWS16, BLOCK_M]."""
+    v = tl.reshape(value, (ROWS16, 2, SLICES, 8, 4)).to(tl.float32)
+    v = tl.reshape(tl.permute(v, (2, 0, 1, 3, 4)), (SLICES, ROWS16, 2, 8, 1, 4, 1))
+    v = tl.broadcast_to(v, (SLICES, ROWS16, 2, 8, BLOCK_M // 8, 4, 2))
+    return tl.reshape(v, (SLICES, ROWS16 * 16, BLOCK_M))
+
+
+@jit()
+def _on_rows(value, ROWS16: tl.constexpr, WARP_ROWS: tl.constexpr):
+    """[2 · ROWS16 · 32], one value a row and lane as gemm_kernel loads them, to [ROWS16, 2, 8, 4]."""
+    v = tl.reshape(value, (ROWS16 // WARP_ROWS, 2, WARP_ROWS, 8, 4))
+    return tl.reshape(tl.permute(v, (0, 2, 1, 3, 4)), (ROWS16, 2, 8, 4))
+
+
+@jit()
+def _on_weights(value, ROWS16: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[ROWS16, 2, 8, 4], the same for every lane of a row, to [16 · ROWS16, BLOCK_K]."""
+    v = tl.reshape(value, (ROWS16, 2, 8, 1, 4, 1))
+    return tl.reshape(tl.broadcast_to(v, (ROWS16, 2, 8, BLOCK_K // 8, 4, 2)), (ROWS16 * 16, BLOCK_K))
+
+
+@jit()
+def _dot(a, b, SLICES: tl.constexpr):
+    """Product of the slices; one slice uses the plain instruction."""
+    if SLICES == 1:
+        a = tl.reshape(a, (a.shape[1], a.shape[2]))
+        b = tl.reshape(b, (b.shape[1], b.shape[2]))
+        product = tl.dot(a, b)
+        return tl.reshape(product, (1, product.shape[0], product.shape[1]))
+    else:
+        return tl.dot(a, b)
+
+
+@jit()
+def _finish(
+    acc,
+    rows,
+    tokens,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    semaphore_ptr,
+    tile,
+    split,
+    m,
+    n,
+    stride_om,
+    stride_on,
+    HAS_BIAS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+):
+    """Write the tile acc [rows, tokens] of yᵀ, or leave it for the tile's last program to add.
+
+    The semaphore counts the programs that are done and is 0 again when all are.
+    """
+    mask = (rows < n)[:, None] & (tokens < m)[None, :]
+    if SPLIT_K > 1:
+        cells = partial_ptr + tokens.to(tl.int64)[None, :] * n + rows[:, None]
+        step = m.to(tl.int64) * n
+        tl.store(cells + split * step, acc, mask=mask, cache_modifier=".cg")
+        # every thread's part is stored before one of them counts this program as done
+        tl.debug_barrier()
+        done = tl.atomic_add(semaphore_ptr + tile, 1, sem="acq_rel")
+        if done == SPLIT_K - 1:
+            acc = tl.load(cells, mask=mask, other=0.0, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLIT_K):
+                acc += tl.load(cells + other * step, mask=mask, other=0.0, cache_modifier=".cg")
+            _write(acc, rows, tokens, mask, bias_ptr, out_ptr, n, stride_om, stride_on, HAS_BIAS)
+            tl.store(semaphore_ptr + tile, 0)
+    else:
+        _write(acc, rows, tokens, mask, bias_ptr, out_ptr, n, stride_om, stride_on, HAS_BIAS)
+
+
+@jit()
+def _write(acc, rows, tokens, mask, bias_ptr, out_ptr, n, stride_om, stride_on, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
+    cells = out_ptr + tokens.to(tl.int64)[None, :] * stride_om + rows.to(tl.int64)[:, None] * stride_on
+    tl.store(cells, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit()
+def _load_tile(
+    words,
+    word_tile,
+    scale,
+    zero,
+    row_tile,
+    padded_n,
+    BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+):
+    """Words, scales and zero-points of block BLOCK of one tile of every slice."""
+    within: tl.constexpr = BLOCK * BLOCK_K * BITS // 64
+    at: tl.constexpr = within // 4 * 128 + within % 4
+    w = tl.load(words + word_tile[:, None] * (64 * BITS) + at, eviction_policy="evict_first")
+    group = row_tile * 0 if GROUP_SIZE == 0 else (row_tile * 128 + BLOCK * BLOCK_K) // GROUP_SIZE
+    s = tl.load(scale + group * padded_n)
+    z = s
+    if HAS_ZERO:
+        z = tl.load(zero + group * padded_n)
+    return w, s, z
+
+
+@jit(do_not_specialize=["m", "tiles_per_program"])
+def decode_kernel(
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    semaphore_ptr,
+    m,
+    n,
+    padded_n,
+    tiles,
+    tiles_per_program,
+    stride_xm,
+    stride_om,
+    stride_on,
+    BITS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS16: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    ONE_STEP: tl.constexpr,
+    EVEN: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    X_WIDE: tl.constexpr,
+    KWIDTH: tl.constexpr,
+    LOP3: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One [16 · ROWS16, BLOCK_M] tile of yᵀ, or its share of the tiles along K.
+
+    x: [m, tiles · 128], rows stride_xm apart, zero past in_features.  words: FragmentLayout, BITS its field.
+    scale, zero: [groups, padded_n].  bias: [n].  out: [m, n].
+    partial: fp32 [SPLIT_K, m, n] and semaphore: zeroed int32, one a tile; both unused when SPLIT_K is 1.
+    CENTRE: the zero-point of a symmetric weight.  GROUP_SIZE: a multiple of BLOCK_K, or 0 if rows are groups.
+    ONE_STEP: a program's tiles are no more than its slices.  EVEN: every program has whole steps.
+    DEPENDENT: launched while the kernel before still runs; only the weight is read before that has ended.
+    """
+    BLOCK_N: tl.constexpr = ROWS16 * 16
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    block = tl.program_id(0)
+    split = tl.program_id(1)
+    block_m = tl.program_id(2)
+    first = split * tiles_per_program
+    last = tl.minimum(first + tiles_per_program, tiles)
+
+    # words of a lane for one block of inputs: WIDE neighbours in each of CHUNKS chunks
+    lane_words: tl.constexpr = BLOCK_K * BITS // 64
+    WIDE: tl.constexpr = 4 if lane_words >= 4 else lane_words
+    CHUNKS: tl.constexpr = lane_words // WIDE
+    e = tl.arange(0, CHUNKS * ROWS16 * SLICES)
+    word_slice = e % SLICES
+    word_rows = (block * ROWS16 + e // SLICES % ROWS16).to(tl.int64) * tiles * (64 * BITS)
+    columns = tl.arange(0, 32 * WIDE)
+    if WIDE < 4:
+        columns = columns // WIDE * 4 + columns % WIDE
+    words = words_ptr + (word_rows + e // (SLICES * ROWS16) * 128)[:, None] + columns[None, :]
+
+    if X_WIDE:
+        # 16 bytes a lane, full sectors of every row; lanes then exchange what the operand wants
+        e = tl.arange(0, BLOCK_M * BLOCK_K // 256 * SLICES)
+        x_slice = e % SLICES
+        lane = tl.arange(0, 256)
+        token = block_m * BLOCK_M + (e // (SLICES * (BLOCK_K // 32)) * 8)[:, None] + (lane // 32)[None, :]
+        column = (e // SLICES % (BLOCK_K // 32) * 32)[:, None] + (lane % 32)[None, :]
+        x_offset = tl.max_contiguous(tl.multiple_of(token.to(tl.int64) * stride_xm + column, (8, 8)), (1, 8))
+    else:
+        # two inputs a lane, which is what the operand wants: nothing moves between lanes
+        e = tl.arange(0, BLOCK_M * BLOCK_K // 64 * SLICES)
+        x_slice = e % SLICES
+        lane = tl.arange(0, 64)
+        token = block_m * BLOCK_M + (e // (SLICES * (BLOCK_K // 8)) * 8)[:, None] + (lane // 8)[None, :]
+        column = (e // SLICES % (BLOCK_K // 8) * 8)[:, None] + (lane % 8)[None, :]
+        x_offset = tl.max_contiguous(tl.multiple_of(token.to(tl.int64) * stride_xm + column, (2, 2)), (1, 2))
+    x = x_ptr + x_offset
+    in_m = token < m
+
+    e = tl.arange(0, ROWS16 * SLICES * 64)
+    row_slice = e // 32 % SLICES
+    row = block * BLOCK_N + e // (32 * SLICES) * 8 + e % 32 // 4
+    scale = scale_ptr + row
+    zero = zero_ptr + row
+    offset = _per_row(_field_offset(e // (32 * SLICES) % 2, BITS, dtype), SLICES, ROWS16, BLOCK_M)
+
+    # matrix loads from shared memory deliver pairs in another order
+    ORDER: tl.constexpr = 5 if X_WIDE and KWIDTH == 4 else KWIDTH
+    half_ones = tl.full((SLICES, BLOCK_N, BLOCK_K // 2), 1.0, dtype)
+    # joined so that the compiler picks the same operand order for it as for the weight
+    ones = tl.reshape(tl.join(half_ones, half_ones), (SLICES, BLOCK_N, BLOCK_K))
+    acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M), dtype=tl.float32)
+    early: tl.constexpr = BLOCK_K == 128 and (PREFETCH or ONE_STEP)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+    if early:
+        w, s, z = _load_tile(
+            words,
+            tl.minimum(first + word_slice, tiles - 1),
+            scale,
+            zero,
+            tl.minimum(first + row_slice, tiles - 1),
+            padded_n,
+            0,
+            BITS,
+            BLOCK_K,
+            GROUP_SIZE,
+            HAS_ZERO,
+        )
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    for start in tl.range(first, first + 1 if ONE_STEP else last, SLICES, num_stages=1):
+        x_tile = start + x_slice
+        x_mask = in_m
+        if not EVEN:
+            # past the end x reads as 0, whatever the clamped weight is
+            x_mask = in_m & (x_tile < last)[:, None]
+        for sub in tl.static_range(128 // BLOCK_K):
+            if early:
+                if not ONE_STEP:
+                    ahead = start + SLICES
+                    next_w, next_s, next_z = _load_tile(
+                        words,
+                        tl.minimum(ahead + word_slice, tiles - 1),
+                        scale,
+                        zero,
+                        tl.minimum(ahead + row_slice, tiles - 1),
+                        padded_n,
+                        0,
+                        BITS,
+                        BLOCK_K,
+                        GROUP_SIZE,
+                        HAS_ZERO,
+                    )
+            else:
+                word_tile = start + word_slice
+                row_tile = start + row_slice
+                if not EVEN:
+                    word_tile = tl.minimum(word_tile, tiles - 1)
+                    row_tile = tl.minimum(row_tile, tiles - 1)
+                w, s, z = _load_tile(
+                    words,
+                    word_tile,
+                    scale,
+                    zero,
+                    row_tile,
+                    padded_n,
+                    sub,
+                    BITS,
+                    BLOCK_K,
+                    GROUP_SIZE,
+                    HAS_ZERO,
+                )
+            xs = tl.load(x + (x_tile * 128 + sub * BLOCK_K)[:, None], mask=x_mask, other=0.0)
+            xs = _x_operand(xs, SLICES, BLOCK_M, BLOCK_K, X_WIDE, ORDER)
+            a = _operand(w, SLICES, ROWS16, CHUNKS, WIDE, BITS, None, ORDER, dtype, LOP3)
+            centre = offset + CENTRE
+            if HAS_ZERO:
+                centre = offset + _per_row(z, SLICES, ROWS16, BLOCK_M)
+            product = _dot(a, xs, SLICES) - centre * _dot(ones, xs, SLICES)
+            acc += product * _per_row(s, SLICES, ROWS16, BLOCK_M)
+            if early and not ONE_STEP:
+                w = next_w
+                s = next_s
+                z = next_z
+
+    total = tl.reshape(acc, (BLOCK_N, BLOCK_M)) if SLICES == 1 else tl.sum(acc, axis=0)
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    _finish(
+        total,
+        rows,
+        tokens,
+        bias_ptr,
+        out_ptr,
+        partial_ptr,
+        semaphore_ptr,
+        block_m * tl.num_programs(0) + block,
+        split,
+        m,
+        n,
+        stride_om,
+        stride_on,
+        HAS_BIAS,
+        SPLIT_K,
+    )
+
+
+@jit(do_not_specialize=["m", "blocks_per_split"])
+def gemm_kernel(
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    semaphore_ptr,
+    m,
+    n,
+    padded_n,
+    blocks,
+    blocks_per_split,
+    stride_xm,
+    stride_om,
+    stride_on,
+    BITS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS16: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    WARP_ROWS: tl.constexpr,
+    SCALE_WEIGHTS: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+    KWIDTH: tl.constexpr,
+    LOP3: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One [16 · ROWS16, BLOCK_M] tile of yᵀ, or of one slice of its partial sums; see decode_kernel.
+
+    x_ptr: with DESCRIPTOR a tensor descriptor of x with block [BLOCK_M, BLOCK_K].  blocks: of BLOCK_K inputs.
+    SCALE_WEIGHTS: scales act on the weights, in x's dtype; otherwise on the fp32 product of a block.
+    """
+    BLOCK_N: tl.constexpr = ROWS16 * 16
+    GROUP_M: tl.constexpr = 8
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    tiles_m = tl.cdiv(m, BLOCK_M)
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    # GROUP_M rows of tiles at a time, so that programs that run together share weights and x in L2
+    first_m = tile // (GROUP_M * tiles_n) * GROUP_M
+    height = tl.minimum(tiles_m - first_m, GROUP_M)
+    block_m = first_m + tile % (GROUP_M * tiles_n) % height
+    block_n = tile % (GROUP_M * tiles_n) // height
+    first = split * blocks_per_split
+    last = tl.minimum(first + blocks_per_split, blocks)
+    rows = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+
+    lane_words: tl.constexpr = BLOCK_K * BITS // 64
+    WIDE: tl.constexpr = 4 if lane_words >= 4 else lane_words
+    CHUNKS: tl.constexpr = lane_words // WIDE
+    e = tl.arange(0, CHUNKS * ROWS16)
+    columns = tl.arange(0, 32 * WIDE)
+    if WIDE < 4:
+        columns = columns // WIDE * 4 + columns % WIDE
+    word_rows = (block_n * ROWS16 + e % ROWS16).to(tl.int64) * blocks * (
+        BLOCK_K * BITS // 2
+    ) + e // ROWS16 * 128
+    words = words_ptr + word_rows[:, None] + columns[None, :]
+    if not DESCRIPTOR:
+        # rows past m repeat row 0; they are never stored
+        source = tl.where(tokens < m, tokens, 0).to(tl.int64)
+        x_rows = x_ptr + source[:, None] * stride_xm + tl.arange(0, BLOCK_K)[None, :]
+
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    # one value for every lane that holds a row: lanes, then warps, then registers
+    e = tl.arange(0, ROWS16 * 64)
+    half = e // (32 * WARP_ROWS) % 2
+    row = block_n * BLOCK_N + e // (64 * WARP_ROWS) * (16 * WARP_ROWS)
+    row += e // 32 % WARP_ROWS * 16 + half * 8 + e % 32 // 4
+    group = 0 if GROUP_SIZE == 0 else tl.minimum(first, blocks - 1) * BLOCK_K // GROUP_SIZE
+    next_s = tl.load(scale_ptr + group * padded_n + row)
+    if HAS_ZERO:
+        next_z = tl.load(zero_ptr + group * padded_n + row)
+    for block in tl.range(first, last, num_stages=STAGES):
+        # loads this small are not pipelined; a block ahead they are not waited for
+        s = next_s
+        group = 0 if GROUP_SIZE == 0 else tl.minimum(block + 1, blocks - 1) * BLOCK_K // GROUP_SIZE
+        next_s = tl.load(scale_ptr + group * padded_n + row)
+        if HAS_ZERO:
+            z = next_z
+            next_z = tl.load(zero_ptr + group * padded_n + row)
+        if WIDE < 4:
+            # blocks smaller than a chunk start within it
+            within = block * lane_words
+            w = tl.load(words + (within // 4 * 128 + within % 4))
+        else:
+            w = tl.load(words + block * (CHUNKS * 128))
+        if DESCRIPTOR:
+            x = x_ptr.load([block_m * BLOCK_M, block * BLOCK_K])
+        else:
+            x = tl.load(x_rows + block * BLOCK_K)
+        a = _weights(w, ROWS16, CHUNKS, WIDE, BITS, CENTRE, KWIDTH, dtype, LOP3)
+        if HAS_ZERO:
+            shift = (_on_rows(z, ROWS16, WARP_ROWS).to(tl.float32) - CENTRE).to(dtype)
+            a = a - _on_weights(shift, ROWS16, BLOCK_K)
+        if SCALE_WEIGHTS:
+            a = a * _on_weights(_on_rows(s, ROWS16, WARP_ROWS).to(dtype), ROWS16, BLOCK_K)
+            acc = tl.dot(a, tl.trans(x), acc)
+            if LOP3:
+                # Triton 3.6 reuses the registers of operands that wgmma with a carried accumulator still
+                # reads; using the accumulator makes it wait
+                acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+        else:
+            step = tl.reshape(_on_rows(s, ROWS16, WARP_ROWS), (ROWS16, 2, 8, 1, 4, 1)).to(tl.float32)
+            step = tl.broadcast_to(step, (ROWS16, 2, 8, BLOCK_M // 8, 4, 2))
+            acc += tl.dot(a, tl.trans(x)) * tl.reshape(step, (BLOCK_N, BLOCK_M))
+    _finish(
+        acc,
+        rows,
+        tokens,
+        bias_ptr,
+        out_ptr,
+        partial_ptr,
+        semaphore_ptr,
+        tile,
+        split,
+        m,
+        n,
+        stride_om,
+        stride_on,
+        HAS_BIAS,
+        SPLIT_K,
+    )
+
+
+@jit()
+def dequantize_kernel(
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,
+    n,
+    k,
+    padded_n,
+    tiles,
+    BITS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    ROWS16: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LOP3: tl.constexpr,
+):
+    """(q - z) · s of one [16 · ROWS16, BLOCK_K] tile: out [n, k], contiguous, fp16, bf16 or fp32."""
+    BLOCK_N: tl.constexpr = ROWS16 * 16
+    block_n = tl.program_id(0)
+    block = tl.program_id(1)
+    rows = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane_words: tl.constexpr = BLOCK_K * BITS // 64
+    WIDE: tl.constexpr = 4 if lane_words >= 4 else lane_words
+    CHUNKS: tl.constexpr = lane_words // WIDE
+    e = tl.arange(0, CHUNKS * ROWS16)
+    columns = tl.arange(0, 32 * WIDE)
+    if WIDE < 4:
+        columns = columns // WIDE * 4 + columns % WIDE
+    word_rows = (block_n * ROWS16 + e % ROWS16).to(tl.int64) * tiles * (64 * BITS) + e // ROWS16 * 128
+    within = block * lane_words
+    w = tl.load(
+        words_ptr + (word_rows + within // 4 * 128 + within % 4)[:, None] + columns[None, :],
+        eviction_policy="evict_first",
+    )
+    group = 0 if GROUP_SIZE == 0 else block * BLOCK_K // GROUP_SIZE
+    e = tl.arange(0, ROWS16 * 64)
+    half = e // (32 * ROWS16) % 2
+    row = block_n * BLOCK_N + e // 32 % ROWS16 * 16 + half * 8 + e % 32 // 4
+    s = _on_rows(tl.load(scale_ptr + group * padded_n + row).to(tl.float32), ROWS16, ROWS16)
+    # whole numbers up to 255 are exact in fp16
+    a = _weights(w, ROWS16, CHUNKS, WIDE, BITS, CENTRE, 2, tl.float16, LOP3).to(tl.float32)
+    if HAS_ZERO:
+        z = tl.load(zero_ptr + group * padded_n + row).to(tl.float32) - CENTRE
+        a = a - _on_weights(_on_rows(z, ROWS16, ROWS16), ROWS16, BLOCK_K)
+    a = a * _on_weights(s, ROWS16, BLOCK_K)
+    ks = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    cells = out_ptr + rows.to(tl.int64)[:, None] * k + ks[None, :]
+    tl.store(cells, a.to(out_ptr.dtype.element_ty), mask=(rows < n)[:, None] & (ks < k)[None, :])
+
+
+@jit()
+def repack_kernel(
+    stored_ptr,
+    words_ptr,
+    n,
+    k,
+    width,
+    chunks,
+    BITS: tl.constexpr,
+    FIELD: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """CHUNKS chunks of 16 rows: stored words [n, width] to words of FragmentLayout."""
+    r = tl.program_id(0)
+    e = tl.arange(0, CHUNKS * 128)
+    c = tl.program_id(1) * CHUNKS + e // 128
+    lane = e // 4 % 32
+    word = tl.zeros((CHUNKS * 128,), dtype=tl.int32)
+    for half in tl.static_range(2):
+        row = r * 16 + half * 8 + lane // 4
+        for run in tl.static_range(8 // FIELD):
+            for odd in tl.static_range(2):
+                column = ((c * 4 + e % 4) * (8 // FIELD) + run) * 8 + lane % 4 * 2 + odd
+                inside = (row < n) & (column < k) & (c < chunks)
+                bit = column * BITS
+                source = stored_ptr + row.to(tl.int64) * width + bit // 32
+                code = tl.load(source, mask=inside, other=0).to(tl.uint32, bitcast=True) >> (bit % 32).to(
+                    tl.uint32
+                )
+                if BITS == 3:
+                    spills = inside & (bit % 32 > 29)
+                    above = tl.load(source + 1, mask=spills, other=0).to(tl.uint32, bitcast=True)
+                    code = code | (above << ((32 - bit % 32) % 32).to(tl.uint32))
+                code = code & ((1 << BITS) - 1)
+                # the one field that the final rotation cuts wraps around
+                word = word | _rotate_right(
+                    code.to(tl.int32, bitcast=True), (62 - FIELD * (half + 2 * run) - 16 * odd) % 32
+                )
+    offset = (r.to(tl.int64) * chunks + c) * 128 + e % 128
+    tl.store(words_ptr + offset, word, mask=c < chunks)
+
+
+@dataclass(frozen=True)
+class FragmentWeight:
+    """A weight in fragment order, as this family takes it; made from the stored words by repack().
+
+    words: int32 of layout.shape.  scale: [groups, layout.padded_n] float, groups filled up to whole tiles.
+    zero_point: like scale, uint8 or float; None for the symmetric grid.  group_size: K for one group a row.
+    """
+
+    layout: FragmentLayout
+    words: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    group_size: int
+
+    @property
+    def bits(self) -> int:
+        return self.layout.bits
+
+    @property
+    def in_features(self) -> int:
+        return self.layout.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.layout.out_features
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a product has to read: words, scales and zero-points."""
+        return sum(t.nbytes for t in (self.words, self.scale, self.zero_point) if t is not None)
+
+
+def refuses(group_size: int, in_features: int) -> str | None:
+    """Why a weight cannot be put in fragment order; None if it can."""
+    if group_size not in (32, 64, in_features) and group_size % TILE_K:
+        return f"group size {group_size} is not 32, 64, a multiple of {TILE_K} or the whole row"
+    return None
+
+
+def repack(
+    words: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, group_size: int, in_features: int
+) -> FragmentWeight:
+    """Stored words [N, W], scale and zero_point [N, G] to fragment order, on the same device.
+
+    Waits for the result: later launches may read the weight before the kernels ahead of them have ended.
+    Raises ValueError where refuses() has a reason.
+    """
+    if (reason := refuses(group_size, in_features)) is not None:
+        raise ValueError(reason)
+    n, groups = scale.shape
+    layout = FragmentLayout(bits, n, in_features)
+    rows, chunks = layout.shape[:2]
+    target = torch.empty(layout.shape, dtype=torch.int32, device=words.device)
+    per_program = 4
+    launch(
+        repack_kernel,
+        (rows, -(-chunks // per_program)),
+        words,
+        target,
+        n,
+        in_features,
+        words.shape[1],
+        chunks,
+        BITS=bits,
+        FIELD=layout.field,
+        CHUNKS=per_program,
+        num_warps=4,
+    )
+    filled = 1 if groups == 1 else max(groups, layout.padded_k // group_size)
+
+    def by_group(t: Tensor) -> Tensor:
+        # filling rows and groups hold scale 0 and code 0
+        return torch.nn.functional.pad(t.t(), (0, layout.padded_n - n, 0, filled - groups)).contiguous()
+
+    if words.is_cuda:
+        torch.cuda.current_stream(words.device).synchronize()
+    return FragmentWeight(
+        layout, target, by_group(scale), None if zero_point is None else by_group(zero_point), group_size
+    )
+
+
+def decode(
+    x: Tensor,
+    weight: FragmentWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    block_m: int,
+    block_n: int,
+    split_k: int,
+    slices: int,
+    num_warps: int,
+    prefetch: bool,
+    x_wide: bool,
+    dependent: bool,
+) -> None:
+    """Fill out [M, N] with x [M, K] @ Wᵀ + bias by decode_kernel; any M, meant for M <= 32.
+
+    block_m: a power of two, at least 8.  block_n: rows a program owns, 16 to ROW_BLOCK, a power of two.
+    slices: powers of two, at least num_warps; tiles along K that a program takes at once.
+    dependent: programmatic dependent launch, CUDA from sm_90 on.
+    """
+    layout = weight.layout
+    x = _padded(x, layout.padded_k)
+    m = x.shape[0]
+    slices = min(slices, _power_of_two(layout.tiles))
+    steps = -(-layout.tiles // (slices * split_k))
+    split_k = -(-layout.tiles // (slices * steps))
+    blocks_n = -(-layout.out_features // block_n)
+    blocks_m = -(-m // block_m)
+    partial, semaphore = _workspace(out, split_k, blocks_n * blocks_m)
+    target = _target(x.device)
+    launch(
+        decode_kernel,
+        (blocks_n, split_k, blocks_m),
+        x,
+        weight.words,
+        weight.scale,
+        weight.scale if weight.zero_point is None else weight.zero_point,
+        out if bias is None else bias,
+        out,
+        partial,
+        semaphore,
+        m,
+        layout.out_features,
+        layout.padded_n,
+        layout.tiles,
+        steps * slices,
+        x.stride(0),
+        *out.stride(),
+        **_grid_constants(weight),
+        HAS_BIAS=bias is not None,
+        BLOCK_M=block_m,
+        ROWS16=block_n // TILE_N,
+        BLOCK_K=min(TILE_K, weight.group_size) if weight.group_size != layout.in_features else TILE_K,
+        SLICES=slices,
+        SPLIT_K=split_k,
+        ONE_STEP=steps == 1,
+        EVEN=layout.tiles == steps * slices * split_k,
+        PREFETCH=prefetch,
+        X_WIDE=x_wide,
+        KWIDTH=operand_width(target),
+        LOP3=target[0] == "cuda",
+        DEPENDENT=dependent,
+        num_warps=min(num_warps, slices),
+        **({"launch_pdl": True} if dependent else {}),
+    )
+
+
+def gemm(
+    x: Tensor,
+    weight: FragmentWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    split_k: int,
+    scale_weights: bool,
+    descriptor: bool,
+    dependent: bool,
+    num_warps: int,
+    num_stages: int,
+) -> None:
+    """Fill out [M, N] with x [M, K] @ Wᵀ + bias by gemm_kernel.
+
+    block_m, block_n, block_k: powers of two; block_n a multiple of 16, <= ROW_BLOCK; block_k a divisor of the
+    group size and of TILE_K, at least 32.
+    """
+    layout = weight.layout
+    x = _padded(x, layout.padded_k)
+    m = x.shape[0]
+    blocks = layout.padded_k // block_k
+    split_k = min(split_k, blocks)
+    programs = -(-layout.out_features // block_n) * -(-m // block_m)
+    partial, semaphore = _workspace(out, split_k, programs)
+    target = _target(x.device)
+    launch(
+        gemm_kernel,
+        (programs, split_k),
+        triton.tools.tensor_descriptor.TensorDescriptor.from_tensor(x, [block_m, block_k])
+        if descriptor
+        else x,
+        weight.words,
+        weight.scale,
+        weight.scale if weight.zero_point is None else weight.zero_point,
+        out if bias is None else bias,
+        out,
+        partial,
+        semaphore,
+        m,
+        layout.out_features,
+        layout.padded_n,
+        blocks,
+        -(-blocks // split_k),
+        x.stride(0),
+        *out.stride(),
+        **_grid_constants(weight),
+        HAS_BIAS=bias is not None,
+        BLOCK_M=block_m,
+        ROWS16=block_n // TILE_N,
+        BLOCK_K=block_k,
+        SPLIT_K=split_k,
+        WARP_ROWS=min(num_warps, block_n // TILE_N),
+        SCALE_WEIGHTS=scale_weights,
+        DESCRIPTOR=descriptor,
+        # wgmma takes pairs, whatever the older instruction is given
+        KWIDTH=2 if target[0] == "cuda" and str(target[1]) == "90" else operand_width(target),
+        LOP3=target[0] == "cuda",
+        STAGES=num_stages,
+        DEPENDENT=dependent,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **({"launch_pdl": True} if dependent else {}),
+    )
+
+
+def dequantize(weight: FragmentWeight, dtype: torch.dtype) -> Tensor:
+    """(q - z) · s as [N, K] in dtype, rounded once."""
+    layout = weight.layout
+    n, k = layout.out_features, layout.in_features
+    out = torch.empty((n, k), dtype=dtype, device=weight.words.device)
+    block_k = min(TILE_K, weight.group_size) if weight.group_size != k else TILE_K
+    rows16 = 4
+    target = _target(out.device)
+    launch(
+        dequantize_kernel,
+        (-(-n // (TILE_N * rows16)), -(-k // block_k)),
+        weight.words,
+        weight.scale,
+        weight.scale if weight.zero_point is None else weight.zero_point,
+        out,
+        n,
+        k,
+        layout.padded_n,
+        layout.tiles,
+        **_grid_constants(weight),
+        ROWS16=rows16,
+        BLOCK_K=block_k,
+        LOP3=target[0] == "cuda",
+        num_warps=4,
+    )
+    return out
+
+
+def _grid_constants(weight: FragmentWeight) -> dict[str, object]:
+    return {
+        "BITS": weight.layout.field,
+        "CENTRE": 1 << (weight.bits - 1),
+        "GROUP_SIZE": 0 if weight.scale.shape[0] == 1 else weight.group_size,
+        "HAS_ZERO": weight.zero_point is not None,
+    }
+
+
+def _padded(x: Tensor, padded_k: int) -> Tensor:
+    """x [M, K] as the kernels read it: rows of padded_k inputs that start at multiples of 16 bytes.
+
+    Copies only when that does not hold already.
+    """
+    m, k = x.shape
+    unit = 16 // x.element_size()
+    if k == padded_k and x.stride(1) == 1 and (m == 1 or x.stride(0) % unit == 0) and x.data_ptr() % 16 == 0:
+        return x if m > 1 else x.as_strided((1, k), (k, 1))
+    rows = x.new_zeros((m, padded_k))
+    rows[:, :k] = x
+    return rows
+
+
+# Counters of running split-K kernels, all 0 between launches: one tensor for each device and stream, so that
+# streams never share one. Captured graphs may replay on any stream, so each captured launch gets its own part
+# of a block that was zeroed before.
+_stream_counters: dict[tuple[int, int], Tensor] = {}
+_graph_counters: dict[int, list[Tensor]] = {}
+_GRAPH_COUNTERS = 1 << 20
+
+
+def _workspace(out: Tensor, split_k: int, tiles: int) -> tuple[Tensor, Tensor]:
+    """fp32 [split_k, M, N] and `tiles` zeroed counters; stand-ins when K is not split."""
+    if split_k == 1:
+        return out, out
+    partial = torch.empty((split_k, *out.shape), dtype=torch.float32, device=out.device)
+    if not out.is_cuda:
+        return partial, torch.zeros(tiles, dtype=torch.int32, device=out.device)
+    device = out.device.index
+    if torch.cuda.is_current_stream_capturing():
+        free = _graph_counters.get(device)
+        if free is None or free[0].numel() < tiles:
+            # right as well: the graph clears them at each replay
+            return partial, torch.zeros(tiles, dtype=torch.int32, device=out.device)
+        taken, free[0] = free[0][:tiles], free[0][tiles:]
+        return partial, taken
+    if device not in _graph_counters:
+        _graph_counters[device] = [torch.zeros(_GRAPH_COUNTERS, dtype=torch.int32, device=out.device)]
+        torch.cuda.current_stream(device).synchronize()
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    counters = _stream_counters.get(key)
+    if counters is None or counters.numel() < tiles:
+        counters = torch.zeros(max(tiles, 1 << 14), dtype=torch.int32, device=out.device)
+        _stream_counters[key] = counters
+    return partial, counters
+
+
+def _power_of_two(value: int) -> int:
+    """value rounded up to a power of two."""
+    return 1 << (value - 1).bit_length()
+
+
+def _target(device: torch.device) -> tuple[str, int | str, int]:
+    """Backend, architecture and warp size that kernels compile for; ("cpu", 0, 0) where interpreted."""
+    if device.type == "cpu":
+        return "cpu", 0, 0
+    with torch.cuda.device(device):
+        target = triton.runtime.driver.active.get_current_target()
+    return target.backend, target.arch, target.warp_size
+
+
+@functools.cache
+def operand_width(target: tuple[str, int | str, int]) -> int:
+    """Neighbouring inputs that a lane holds in the operand Triton picks for decode_kernel: 2 or 4.
+
+    Versions differ, and the wrong order is right but slow, so the compiler itself is asked, once a process.
+    """
+    if target[0] != "cuda":
+        return 2
+    names = decode_kernel.arg_names
+    constants = {
+        "stride_on": 1,
+        "BITS": 4,
+        "CENTRE": 8,
+        "GROUP_SIZE": 128,
+        "HAS_ZERO": False,
+        "HAS_BIAS": False,
+        "BLOCK_M": 8,
+        "ROWS16": 1,
+        "BLOCK_K": TILE_K,
+        "SLICES": 1,
+        "SPLIT_K": 1,
+        "ONE_STEP": True,
+        "EVEN": True,
+        "PREFETCH": False,
+        "X_WIDE": False,
+        "KWIDTH": 2,
+        "LOP3": True,
+        "DEPENDENT": False,
+    }
+    pointers = {"words_ptr": "*i32", "partial_ptr": "*fp32", "semaphore_ptr": "*i32"}
+    signature = {name: pointers.get(name, "*fp16") if name.endswith("_ptr") else "i32" for name in names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = triton.compiler.ASTSource(
+        decode_kernel, signature, {(names.index(n),): v for n, v in constants.items()}
+    )
+    compiled = triton.compile(
+        source, target=triton.backends.compiler.GPUTarget(*target), options={"num_warps": 1, "num_stages": 1}
+    )
+    widths = re.findall(r"opIdx = 0, parent = #\w+, kWidth = (\d+)", compiled.asm["ttgir"])
+    return max(map(int, widths))

@@ -1,0 +1,106 @@
+"""Tables of measured configs: the shipped ones under tuned/, and those that `lowbit tune` writes.
+
+    {"device", "arch", "driver", "torch", "triton", "kernels", "date",
+     "rows": [{"problem": {...}, "config": {...}, "us", "rel_err"}, ...]}
+
+A table holds for the device it was measured on. One that a user made also has to match the Triton release and
+the source of the kernels, as either may change which config is fastest, or right.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .problem import KernelConfig, Problem
+
+SHIPPED = Path(__file__).parent / "tuned"
+
+
+@functools.cache
+def shipped_configs(arch: str, device: str | None) -> dict[Problem, KernelConfig]:
+    """The shipped table for this device; without a device, the first one for its architecture."""
+    for path in sorted(SHIPPED.glob("*.json")):
+        table = json.loads(path.read_text())
+        if table["arch"] == arch and device in (None, table["device"]):
+            return _configs(table)
+    return {}
+
+
+def read_table(path: Path, device: str | None) -> tuple[dict[Problem, KernelConfig], str | None]:
+    """The configs of a table that `lowbit tune` wrote, and None; or no configs, and the reason.
+
+    device: name of the GPU that would use it.
+    """
+    try:
+        table = json.loads(path.read_text())
+        configs = _configs(table)
+        stamp = table["device"], table["triton"], table["kernels"]
+    except OSError as e:
+        return {}, f"{path}: {e.strerror}"
+    except (ValueError, KeyError, TypeError) as e:
+        return {}, f"{path}: not a table of kernel configs ({type(e).__name__}: {e})"
+    here = device, _version("triton"), kernel_hash()
+    for name, found, wanted in zip(("device", "Triton", "kernels"), stamp, here, strict=True):
+        if found != wanted:
+            return {}, f"{path}: tuned for {name} {found}, this is {wanted}; run `lowbit tune` again"
+    return configs, None
+
+
+def write_table(
+    path: Path, stamp: dict[str, Any], rows: Iterable[tuple[Problem, KernelConfig, float, float]]
+) -> None:
+    """Write a table.  stamp: device, arch, driver, torch, date.  rows end in microseconds and error."""
+    table = {
+        **stamp,
+        "triton": _version("triton"),
+        "kernels": kernel_hash(),
+        "rows": [
+            {
+                "problem": asdict(problem),
+                "config": asdict(config),
+                "us": round(us, 2),
+                "rel_err": float(f"{error:.2g}"),
+            }
+            for problem, config, us, error in rows
+        ],
+    }
+    lines = [json.dumps(row) for row in table["rows"]]
+    head = json.dumps({key: value for key, value in table.items() if key != "rows"}, indent=1)
+    path.write_text(head[:-2] + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n")
+
+
+@functools.cache
+def kernel_hash() -> str:
+    """Names the code of the kernels: changes when it does, not with comments or docstrings."""
+    digest = hashlib.sha256()
+    for name in ("device.py", "fragment.py", "wna16.py"):
+        tree = ast.parse((Path(__file__).parent / name).read_text())
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list) and body and _is_docstring(body[0]):
+                body.pop(0)
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()[:16]
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
+
+
+def _configs(table: dict[str, Any]) -> dict[Problem, KernelConfig]:
+    return {Problem(**row["problem"]): KernelConfig(**row["config"]) for row in table["rows"]}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,186 @@
+"""The fragment kernels compile for every GPU we name, and decode's loop is what it is meant to be.
+
+That loop is fast because nothing in it moves data between lanes. Whether that holds depends on how a Triton
+release lays out operands, and no numeric test would notice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kernel_compile import TARGETS, compile_kernel, machine_loop
+
+from lowbit_kernels import fragment
+
+pytestmark = pytest.mark.usefixtures("fresh_cache")
+
+POINTERS = {"words_ptr": "*i32", "partial_ptr": "*fp32", "semaphore_ptr": "*i32"}
+
+
+def arguments(kernel: Any, act: str, constexprs: dict[str, Any], zero: str | None = None) -> dict[str, str]:
+    """Triton types of a kernel's run-time arguments: pointers to act unless POINTERS knows better."""
+    names = [name for name in kernel.arg_names if name not in constexprs]
+    types = {name: POINTERS.get(name, f"*{act}") if name.endswith("_ptr") else "i32" for name in names}
+    return types | ({"zero_ptr": f"*{zero}"} if zero else {})
+
+
+def compile_decode(target: str, act: str = "fp16", zero: str | None = None, warps: int = 1, **changes) -> Any:
+    constexprs = {
+        "stride_on": 1,
+        "BITS": 4,
+        "CENTRE": 8,
+        "GROUP_SIZE": 128,
+        "HAS_ZERO": zero is not None,
+        "HAS_BIAS": False,
+        "BLOCK_M": 8,
+        "ROWS16": 2,
+        "BLOCK_K": 128,
+        "SLICES": warps,
+        "SPLIT_K": 4,
+        "ONE_STEP": False,
+        "EVEN": True,
+        "PREFETCH": False,
+        "X_WIDE": False,
+        "KWIDTH": fragment.operand_width(_target(target)),
+        "LOP3": target.startswith("sm_"),
+        "DEPENDENT": False,
+    } | changes
+    types = arguments(fragment.decode_kernel, act, constexprs, zero)
+    return compile_kernel(fragment.decode_kernel, types, constexprs, target, num_warps=warps, num_stages=1)
+
+
+def compile_gemm(target: str, act: str = "fp16", zero: str | None = None, warps: int = 4, **changes) -> Any:
+    constexprs = {
+        "stride_on": 1,
+        "BITS": 4,
+        "CENTRE": 8,
+        "GROUP_SIZE": 128,
+        "HAS_ZERO": zero is not None,
+        "HAS_BIAS": True,
+        "BLOCK_M": 64,
+        "ROWS16": 4,
+        "BLOCK_K": 64,
+        "SPLIT_K": 1,
+        "WARP_ROWS": 4,
+        "SCALE_WEIGHTS": False,
+        "DESCRIPTOR": False,
+        "KWIDTH": 2 if target == "sm_90" else fragment.operand_width(_target(target)),
+        "LOP3": target.startswith("sm_"),
+        "STAGES": 3,
+        "DEPENDENT": False,
+    } | changes
+    types = arguments(fragment.gemm_kernel, act, constexprs, zero)
+    if constexprs["DESCRIPTOR"]:
+        types["x_ptr"] = f"tensordesc<{act}[{constexprs['BLOCK_M']},{constexprs['BLOCK_K']}]>"
+    return compile_kernel(fragment.gemm_kernel, types, constexprs, target, num_warps=warps, num_stages=3)
+
+
+def _target(name: str) -> tuple[str, int | str, int]:
+    target = TARGETS[name]
+    return target.backend, target.arch, target.warp_size
+
+
+DECODE = {
+    "4 bits": {},
+    "4 bits, 16 tokens, x by sectors": {"BLOCK_M": 16, "X_WIDE": True, "warps": 4},
+    "4 bits bf16, zero, a step ahead": {"act": "bf16", "zero": "u8", "PREFETCH": True, "EVEN": False},
+    "8 bits bf16, one step": {"act": "bf16", "BITS": 8, "CENTRE": 128, "ONE_STEP": True, "warps": 2},
+    "2 bits, groups of 32": {"BITS": 2, "CENTRE": 2, "GROUP_SIZE": 32, "BLOCK_K": 32, "zero": "fp16"},
+}
+GEMM = {
+    "4 bits": {},
+    "4 bits bf16, zero, scaled weights": {"act": "bf16", "zero": "u8", "SCALE_WEIGHTS": True, "BLOCK_M": 128},
+    "8 bits, groups of 32, split": {"BITS": 8, "CENTRE": 128, "GROUP_SIZE": 32, "BLOCK_K": 32, "SPLIT_K": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", DECODE)
+def test_decode_compiles(name, target):
+    compile_decode(target, **DECODE[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", GEMM)
+def test_gemm_compiles(name, target):
+    compile_gemm(target, **GEMM[name])
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120"])
+def test_hopper_features_compile(target):
+    assert "griddepcontrol.wait" in compile_decode(target, DEPENDENT=True).asm["ptx"]
+    ptx = compile_gemm(target, DESCRIPTOR=True, DEPENDENT=True).asm["ptx"]
+    assert "griddepcontrol.wait" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_repack_and_dequantize_compile(target):
+    constexprs = {"BITS": 3, "FIELD": 4, "CHUNKS": 4}
+    types = arguments(fragment.repack_kernel, "i32", constexprs)
+    compile_kernel(fragment.repack_kernel, types, constexprs, target, num_warps=4)
+    constexprs = {"BITS": 4, "CENTRE": 8, "GROUP_SIZE": 128, "HAS_ZERO": True, "ROWS16": 4, "BLOCK_K": 128}
+    constexprs |= {"LOP3": target.startswith("sm_")}
+    types = arguments(fragment.dequantize_kernel, "bf16", constexprs, "u8")
+    compile_kernel(fragment.dequantize_kernel, types, constexprs, target, num_warps=4)
+
+
+# What moves data between lanes, waits for other warps, or spills.
+MOVES = ("SHFL", "STS", "STSM", "LDS", "LDSM", "BAR", "STL", "LDL", "MOVM")
+
+LOOPS = {
+    "two fragments of rows": {},
+    "four": {"ROWS16": 4},
+    "a step ahead": {"ROWS16": 4, "PREFETCH": True},
+    "four warps share a tile": {"ROWS16": 1, "warps": 4},
+    "zero-points": {"zero": "u8"},
+    "bf16": {"act": "bf16"},
+    "16 tokens": {"BLOCK_M": 16},
+    "groups of 64": {"GROUP_SIZE": 64, "BLOCK_K": 64},
+    "8 bits": {"BITS": 8, "CENTRE": 128},
+    "2 bits": {"BITS": 2, "CENTRE": 2},
+}
+
+
+def moves(loop: list[str]) -> set[str]:
+    return {opcode for opcode in loop if opcode.split(".")[0] in MOVES}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_decode_loop_keeps_data_in_its_lane(name, tmp_path):
+    loop = machine_loop(compile_decode("sm_90", **LOOPS[name]), tmp_path)
+    assert any(opcode.startswith("HMMA") for opcode in loop)
+    assert any(opcode.startswith("LDG") and opcode.endswith("128") for opcode in loop), "narrow weight loads"
+    assert moves(loop) == set()
+
+
+def test_x_by_sectors_exchanges_x_alone(tmp_path):
+    loop = machine_loop(compile_decode("sm_90", X_WIDE=True), tmp_path)
+    # four stores and four matrix loads a step: x, eight tokens of 128 inputs
+    assert moves(loop) <= {"STS.128", "LDSM.16.M88.4", "BAR.SYNC.DEFER_BLOCKING"}
+    assert sum(opcode.startswith("LDSM") for opcode in loop) == 4
+
+
+def test_a_field_costs_one_instruction(tmp_path):
+    """Two fragments hold 16 words a lane, four fields each: and and or in one lop3."""
+    loop = machine_loop(compile_decode("sm_90"), tmp_path)
+    assert 64 <= sum(opcode.startswith("LOP3") for opcode in loop) <= 70
+    assert len(loop) <= 200
+
+
+def test_the_wrong_operand_order_is_caught(tmp_path):
+    right = fragment.operand_width(_target("sm_90"))
+    loop = machine_loop(compile_decode("sm_90", KWIDTH=6 - right), tmp_path)
+    assert moves(loop)
+
+
+def test_gemm_has_wgmma_without_spills(tmp_path):
+    compiled = compile_gemm(
+        "sm_90", warps=8, WARP_ROWS=8, ROWS16=8, BLOCK_M=128, SCALE_WEIGHTS=True, DESCRIPTOR=True
+    )
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    loop = machine_loop(compiled, tmp_path)
+    assert not moves(loop) & {"STL", "LDL", "STL.64", "LDL.64"}
