@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -354,6 +355,44 @@ def test_kills_at_random_moments_end_in_the_same_hashes(
             seconds /= 2
             start_over()
     assert hashes(out) == clean
+
+
+def with_checksum(entry: Any) -> bytes:
+    text = json.dumps(entry).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [b"", with_checksum([1]) * 2, with_checksum({}) * 2, with_checksum({"key": KEY, "unit": "x"}) * 2],
+)
+def test_a_ledger_of_another_kind_is_refused_or_begun_anew(lines: bytes, tmp_path: Path) -> None:
+    units, out = make_units(), tmp_path / "out"
+    clean = write_all(tmp_path / "clean", units)
+    leave_unfinished(out, units)
+    (staging(out) / "ledger").write_bytes(lines)
+    if lines:
+        with pytest.raises(OutputError, match="ledger: not as it was written; pass --no-resume"):
+            write_all(out, units)
+    assert write_all(out, units, resume=False) == clean
+
+
+def test_a_unit_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
+    units, out = make_units(), tmp_path / "out"
+    leave_unfinished(out, units)
+    ledger = staging(out) / "ledger"
+    ledger.write_bytes(ledger.read_bytes() + ledger.read_bytes().splitlines(keepends=True)[-1])
+    with pytest.raises(OutputError, match="not as it was written"):
+        write_all(out, units)
+
+
+def test_a_folder_in_place_of_the_ledger_is_removed(tmp_path: Path) -> None:
+    units, out = make_units(), tmp_path / "out"
+    leave_unfinished(out, units)
+    (staging(out) / "ledger").unlink()
+    (staging(out) / "ledger").mkdir()
+    write_all(out, units)
+    assert_holds(out, units)
 
 
 def test_another_plan_is_named_and_refused(tmp_path: Path) -> None:

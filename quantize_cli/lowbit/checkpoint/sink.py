@@ -137,7 +137,8 @@ class Sink:
         source: the model's folder; copy_file keeps paths inside it.  inputs: more files that must survive.
         units: what will be written, to size headers.  expected_bytes: what must be free on the disk.
         """
-        self.out = Path(os.path.realpath(out))
+        with _explained(out):
+            self.out = Path(os.path.realpath(out))
         self.staging = self.out.parent / f".{self.out.name}.lowbit-staging"
         self.done: dict[str, Any] = {}
         self._files, self._old = self.staging / "files", self.staging / "old"
@@ -300,7 +301,7 @@ class Sink:
         """Leave behind either a resumable staging folder or none."""
         self._restore_old()
         ledger = self.staging / "ledger"
-        if not (self._files.is_dir() and ledger.exists() and len(read_ledger(ledger)[0]) > 1):
+        if not (self._files.is_dir() and ledger.is_file() and len(read_ledger(ledger)[0]) > 1):
             shutil.rmtree(self.staging, ignore_errors=True)
 
     def _restore_old(self) -> None:
@@ -327,21 +328,24 @@ class Sink:
         free = shutil.disk_usage(self.staging).free + written
         if self._expected_bytes > free:
             raise OutputError(
-                f"{self.out}: needs {self._expected_bytes / 2**30:.1f} GiB, {free / 2**30:.1f} are free; "
+                f"{self.out}: needs {_size(self._expected_bytes)}, {_size(free)} are free; "
                 "make room or choose another --out"
             )
 
     def _open_files(self) -> None:
         """Continue after the last committed unit of a killed run, or begin."""
         path = self.staging / "ledger"
-        entries, size = read_ledger(path) if path.exists() and self._files.is_dir() else ([], 0)
+        entries, size = read_ledger(path) if path.is_file() and self._files.is_dir() else ([], 0)
         begun = self._resume and len(entries) > 1
-        if begun and entries[0]["key"] != self._key:
-            raise OutputError(
-                f"{self.out}: an interrupted run differs in {_difference(entries[0]['key'], self._key)}; "
-                "run as before to continue it, or pass --no-resume to discard it"
-            )
-        if not begun:
+        if begun:
+            with _as_written(path):
+                before = entries[0]["key"]
+            if before != self._key:
+                raise OutputError(
+                    f"{self.out}: an interrupted run differs in {_difference(before, self._key)}; "
+                    "run as before to continue it, or pass --no-resume to discard it"
+                )
+        else:
             _empty(self.staging)
             self._files.mkdir()
         # closed after the ledger, which still syncs them
@@ -351,7 +355,8 @@ class Sink:
         self._resources.callback(self._hashers.shutdown, cancel_futures=True)
         self._odd = self._open_data(self.staging / "odd", room=0)
         if begun:
-            self._replay(entries[1:])
+            with _as_written(path):
+                self._replay(entries[1:])
         else:
             self._ledger.append({"key": self._key})
 
@@ -371,6 +376,8 @@ class Sink:
                 for stored in entry[kind]:
                     files[-1].add(Stored(**{**stored, "shape": tuple(stored["shape"])}))
                     self._names.add(stored["name"])
+            if entry["unit"] in self.done:
+                raise ValueError(entry["unit"])
             self.done[entry["unit"]] = entry["record"]
         for file in [*self._shards, self._odd]:
             if file.end and os.fstat(file.fd).st_size < file.room + file.end:
@@ -510,6 +517,19 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+@contextlib.contextmanager
+def _as_written(ledger: Path) -> Iterator[None]:
+    """Refuse a ledger whose lines are whole but say something else than this version writes."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError):
+        raise OutputError(f"{ledger}: not as it was written; pass --no-resume to begin anew") from None
 
 
 @contextlib.contextmanager
