@@ -212,6 +212,33 @@ def test_a_fault_in_huge_weights_is_seen(llama_folder, tmp_path, monkeypatch):
         quantize(llama_folder, tmp_path / "out", RTN)
 
 
+@pytest.mark.parametrize("device", ["cpu", "auto", "cuda"])
+def test_without_triton_only_the_kernel_itself_goes_untried(llama_folder, tmp_path, monkeypatch, device):
+    monkeypatch.setattr("lowbit_kernels.device.triton", None)
+    for module in ("pipeline", "validate", "device"):
+        monkeypatch.setattr(f"lowbit.{module}.HAS_TRITON", False)
+    if device == "cuda":
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        with pytest.raises(RecipeError, match="Triton is not installed"):
+            quantize(llama_folder, tmp_path / "out", RTN.model_copy(update={"device": device}))
+        return
+    events = []
+    recipe = RTN.model_copy(update={"device": device})
+    quantize(llama_folder, tmp_path / "out", recipe, on_event=events.append)
+    assert [e.level for e in events if "Triton is not installed" in getattr(e, "message", "")] == ["warning"]
+    assert all(row["errors"]["kernel_error"] < 1e-5 for row in manifest(tmp_path / "out")["layers"])
+
+
+def test_a_changed_source_file_is_named(llama_folder, tmp_path, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(pipeline, "write_side_files", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            quantize(llama_folder, tmp_path / "out", RTN)
+    (llama_folder / "generation_config.json").write_text("{}")
+    with pytest.raises(OutputError, match=r"differs in source\.generation_config\.json \(\[\d+, \d+\], now"):
+        quantize(llama_folder, tmp_path / "out", RTN)
+
+
 @pytest.mark.parametrize(("device", "message"), [("cuda:99", "torch sees"), ("tpu", "is not a device")])
 def test_a_device_that_is_not_there(llama_folder, tmp_path, device, message):
     with pytest.raises(RecipeError, match=message):

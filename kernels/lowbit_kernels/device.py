@@ -1,5 +1,6 @@
 """What every kernel file shares: Triton if it is installed, how kernels are launched, and jit helpers.
 
+    HAS_TRITON     whether launch can run anything
     tl, jit        Triton's language and decorator; without Triton, stand-ins that let the modules import
     launch         run a kernel: compiled on a GPU, in Triton's interpreter for CPU tensors
     unpack_codes, unpack_codes_3, round_half_even, round_to   device functions
@@ -26,6 +27,8 @@ except ImportError:
     triton = None
     # Only what is evaluated when a kernel is defined; its body never runs.
     tl = SimpleNamespace(constexpr=int)
+
+HAS_TRITON = triton is not None
 
 # The interpreter keeps the current program in globals of its module.
 _interpreter_lock = threading.Lock()

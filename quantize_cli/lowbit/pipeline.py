@@ -37,6 +37,7 @@ from lowbit.recipe import Recipe
 from lowbit.scheme import PackedTensor, QuantizedTensor
 from lowbit.solvers import SOLVERS, make_options
 from lowbit.validate import check_layer, measure
+from lowbit_kernels.device import HAS_TRITON
 from lowbit_kernels.layout import pack_words
 from lowbit_kernels.reference import ScaleError
 
@@ -76,6 +77,8 @@ def quantize(
         on_event(events.PlanReady(plan))
         for note in plan.notes:
             on_event(events.Note(note))
+        if not HAS_TRITON:
+            on_event(events.Note("Triton is not installed: the kernel itself is not tried", level="warning"))
         calibration = load_calibration(source, plan, device)
         for note in () if calibration is None else calibration.notes:
             on_event(events.Note(note, level="warning"))
@@ -437,7 +440,9 @@ def run_key(
     return {
         "lowbit": lowbit.__version__,
         "recipe": recipe.model_dump(mode="json"),
-        "source": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in source.files],
+        "source": {
+            source.label(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in source.files
+        },
         "versions": versions(),
         "device": device.type,
         "calibration": None if calibration is None else checksum(calibration.rows),

@@ -17,6 +17,7 @@ import torch
 from lowbit.decode import decode_packed, dequantize
 from lowbit.errors import GateError
 from lowbit.scheme import PackedTensor
+from lowbit_kernels.device import HAS_TRITON
 from lowbit_kernels.dispatch import GemmWeight, matmul
 from lowbit_kernels.reference import matmul_reference
 
@@ -162,7 +163,7 @@ def kernel_error(packed: PackedTensor, *, tile: bool = False) -> float:
     """Relative error of the W4A16 kernel on random tokens against the decoded weight's product.
 
     Without a GPU it is that of the kernel's torch reference on sampled rows, and with `tile` also that of the
-    kernel itself, interpreted on one corner of the layer.
+    kernel itself, interpreted on one corner of the layer, if Triton is installed.
     """
     packed, _ = _in_range(packed)
     x = random_tokens(packed.in_features, packed.words.device)
@@ -175,7 +176,7 @@ def kernel_error(packed: PackedTensor, *, tile: bool = False) -> float:
     width = packed.scheme.width(packed.in_features)
     product = matmul_reference(x, part.words, part.scale, part.zero_point, packed.scheme.bits, width)
     error = _ratio((product - y).norm(), y.norm())
-    return max(error, tile_error(packed)) if tile else error
+    return max(error, tile_error(packed)) if tile and HAS_TRITON else error
 
 
 def move(packed: PackedTensor, device: torch.device) -> PackedTensor:

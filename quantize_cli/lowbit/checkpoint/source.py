@@ -139,6 +139,10 @@ class Source:
             raise SourceError(f"{name}: no such tensor in {self.name}")
         return self.tensors[name]
 
+    def label(self, path: Path) -> str:
+        """What one of `files` is called in manifests: its path in the model's folder."""
+        return path.relative_to(self.path).as_posix() if path.is_relative_to(self.path) else path.name
+
     def start_sha256(self) -> None:
         """Begin to hash all files in background threads, in the order in which they are usually read.
 
@@ -149,9 +153,7 @@ class Source:
         pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="sha256")
         self._resources.callback(pool.shutdown, cancel_futures=True)
         for path in self.files:
-            inside = path.is_relative_to(self.path)
-            label = path.relative_to(self.path).as_posix() if inside else path.name
-            self._hashes[label] = pool.submit(self._hash, path)
+            self._hashes[self.label(path)] = pool.submit(self._hash, path)
 
     def sha256(self, progress: Callable[[int], None] | None = None) -> dict[str, str]:
         """Return file name -> SHA-256 of all `files`, waiting for `start_sha256` or doing its work.

@@ -85,7 +85,9 @@ def quantize(
                     on_event=show_plan_too,
                 )
         except Interrupted as e:
-            raise Interrupted(f"{e}; what is done is kept: run the same command again to resume") from None
+            # a reader that has gone is interrupted without a word
+            why = str(e) or "nobody reads the output"
+            raise Interrupted(f"{why}; what is done is kept: run the same command again to resume") from None
         shown.show(*summary_view(summary))
 
 
