@@ -31,6 +31,7 @@ LEVELS = {
             "skeleton",
             "activations",
             "products",
+            "estimate",
         },
         {"pipeline"},
         {"cli"},

@@ -30,6 +30,10 @@ TEXT_COLUMNS = ("messages", "conversations", "conversation", "text", "content", 
 # how ShareGPT-like files spell the roles
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
+# rows and tokens of a row where the recipe does not say: a CPU takes minutes for a small part of what a GPU
+# has seen in seconds
+SIZES = {"cpu": (16, 512), "cuda": (128, 2048)}
+
 # fewer tokens than this say nothing about a layer
 TOKEN_FLOOR = 64
 
@@ -65,6 +69,15 @@ class CalibrationRows:
             "asked_tokens": self.asked,
             "tokens": self.got,
         }
+
+
+def calibration_size(samples: int | None, seqlen: int | None, device_type: str) -> tuple[int, int]:
+    """Rows and tokens of a row: as given, or what suits the kind of device."""
+    default_samples, default_seqlen = SIZES[device_type]
+    return (
+        default_samples if samples is None else samples,
+        default_seqlen if seqlen is None else seqlen,
+    )
 
 
 def load_rows(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import lowbit
 from lowbit import events
 from lowbit.ahead import ahead
-from lowbit.calib import CalibrationRows, load_rows
+from lowbit.calib import CalibrationRows, calibration_size, load_rows
 from lowbit.checkpoint.formats import FORMATS
 from lowbit.checkpoint.sink import Sink
 from lowbit.checkpoint.source import Source, check_finite, open_source
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
     from lowbit.blocks import LayerWork
 
-# Rows and tokens of calibration text where the recipe does not say: a CPU needs minutes for a fraction.
-CALIBRATION_SIZE = {"cpu": (16, 512), "cuda": (128, 2048)}
 # Weights of layers that are solved as one.
 STACKED_WEIGHTS = {"cpu": 1 << 23, "cuda": 1 << 28}
 
@@ -276,12 +274,12 @@ def load_calibration(source: Source, plan: Plan, device: torch.device) -> Calibr
     if not any(SOLVERS[layer.method].needs_data for layer in plan.layers):
         return None
     recipe = plan.recipe
-    samples, seqlen = CALIBRATION_SIZE[device.type]
+    samples, seqlen = calibration_size(recipe.samples, recipe.seqlen, device.type)
     return load_rows(
         recipe.calib,
         source.path,
-        samples=recipe.samples or samples,
-        seqlen=recipe.seqlen or seqlen,
+        samples=samples,
+        seqlen=seqlen,
         seed=recipe.seed,
         config=source.config,
         strict=recipe.strict,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from lowbit.cli import options
-from lowbit.cli.output import Output, counted, facts, output, percent, size, small_table
+from lowbit.cli.output import Output, counted, duration, facts, output, percent, size, small_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from lowbit.events import Estimates
     from lowbit.plan import LayerPlan, Plan
 
 
@@ -38,18 +40,39 @@ def show_plan(
     out: Output, model: str, recipe: Path | None, revision: str | None, flags: dict[str, Any]
 ) -> None:
     """Plan and print it: `lowbit plan` and `lowbit quantize --dry-run`."""
+    from lowbit.calib import calibration_size
     from lowbit.checkpoint.source import open_source
     from lowbit.device import pick_device
-    from lowbit.events import PlanReady
+    from lowbit.estimate import estimate
+    from lowbit.events import Estimates, PlanReady
     from lowbit.plan import make_plan
     from lowbit.recipe import make_recipe
 
     wanted = make_recipe(recipe, **flags)
-    pick_device(wanted.device)
+    device = pick_device(wanted.device)
     with open_source(model, trust_remote_code=wanted.trust_remote_code, revision=revision) as source:
         planned = make_plan(source, wanted)
     out.event(PlanReady(planned).to_json())
     out.show(*plan_view(planned))
+    tokens = prod(calibration_size(wanted.samples, wanted.seqlen, device.type))
+    expected = Estimates(str(device), tokens, tuple(estimate(planned, device, tokens)))
+    out.event(expected.to_json())
+    out.show(*estimate_view(expected))
+
+
+def estimate_view(expected: Estimates) -> list[RenderableType]:
+    """What each method would take here, in round figures."""
+    table = small_table(f"expected on {expected.device}, without reading and writing")
+    table.add_column("method", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("memory", justify="right", no_wrap=True)
+    for row in expected.methods:
+        memory = size(row.host_bytes) + (
+            f" + {size(row.device_bytes)} on the GPU" if row.device_bytes else ""
+        )
+        method = f"{row.method}, {expected.tokens} tokens" if row.method == "gptq" else row.method
+        table.add_row(method, f"about {duration(row.seconds)}", memory)
+    return [table, ""]
 
 
 def kind(name: str) -> str:
