@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowbit.estimate import Estimate
     from lowbit.plan import Plan
 
 
@@ -20,18 +19,6 @@ class PlanReady:
 
     def to_json(self) -> dict[str, Any]:
         return {"event": "plan", **self.plan.to_json()}
-
-
-@dataclass(frozen=True)
-class Estimates:
-    """What each method is expected to take on a device; `lowbit plan` alone tells it."""
-
-    device: str
-    tokens: int
-    methods: tuple[Estimate, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"event": "estimates", **asdict(self)}
 
 
 @dataclass(frozen=True)
@@ -78,7 +65,7 @@ class Done:
         return {"event": "done", **self.summary}
 
 
-Event = PlanReady | Estimates | Stage | LayerDone | Note | Done
+Event = PlanReady | Stage | LayerDone | Note | Done
 OnEvent = Callable[[Event], None]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from lowbit.cli.output import Output, counted, duration, facts, output, percent,
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from lowbit.events import Estimates
+    from lowbit.estimate import Estimate
     from lowbit.plan import LayerPlan, Plan
 
 
@@ -44,7 +45,7 @@ def show_plan(
     from lowbit.checkpoint.source import open_source
     from lowbit.device import pick_device
     from lowbit.estimate import estimate
-    from lowbit.events import Estimates, PlanReady
+    from lowbit.events import PlanReady
     from lowbit.plan import make_plan
     from lowbit.recipe import make_recipe
 
@@ -52,26 +53,22 @@ def show_plan(
     device = pick_device(wanted.device)
     with open_source(model, trust_remote_code=wanted.trust_remote_code, revision=revision) as source:
         planned = make_plan(source, wanted)
-    out.event(PlanReady(planned).to_json())
-    out.show(*plan_view(planned))
     tokens = prod(calibration_size(wanted.samples, wanted.seqlen, device.type))
-    expected = Estimates(str(device), tokens, tuple(estimate(planned, device, tokens)))
-    out.event(expected.to_json())
-    out.show(*estimate_view(expected))
+    expected = estimate(planned, device, tokens)
+    out.event(PlanReady(planned).to_json() | {"expected": [asdict(row) for row in expected]})
+    out.show(*plan_view(planned), *estimate_view(expected, str(device), tokens))
 
 
-def estimate_view(expected: Estimates) -> list[RenderableType]:
+def estimate_view(expected: list[Estimate], device: str, tokens: int) -> list[RenderableType]:
     """What each method would take here, in round figures."""
-    table = small_table(f"expected on {expected.device}, without reading and writing")
+    table = small_table(f"expected on {device}, without reading and writing")
     table.add_column("method", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
-    for row in expected.methods:
-        memory = size(row.host_bytes) + (
-            f" + {size(row.device_bytes)} on the GPU" if row.device_bytes else ""
-        )
-        method = f"{row.method}, {expected.tokens} tokens" if row.method == "gptq" else row.method
-        table.add_row(method, f"about {duration(row.seconds)}", memory)
+    for row in expected:
+        gpu = f" + {size(row.device_bytes)} on the GPU" if row.device_bytes else ""
+        method = f"{row.method}, {tokens} tokens" if row.method == "gptq" else row.method
+        table.add_row(method, f"about {duration(row.seconds)}", f"{size(row.host_bytes)}{gpu}")
     return [table, ""]
 
 
