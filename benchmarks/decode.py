@@ -88,8 +88,16 @@ def check(model: Any, device: torch.device) -> float:
     linears = [module for module in model.modules() if isinstance(module, runtime.QuantLinear)]
     for module in linears[:7]:
         x = torch.randn(1, module.in_features, device=device, dtype=torch.float16)
-        words, scale, zero = module.stored()
-        truth = matmul_reference(x.float(), words, scale, zero, module.bits, module.group_size, module.bias)
+        stored = module.stored()
+        truth = matmul_reference(
+            x.float(),
+            stored.words,
+            stored.scale,
+            stored.zero_point,
+            stored.bits,
+            stored.group_size,
+            module.bias,
+        )
         worst = max(worst, float((module(x).float() - truth).norm() / truth.norm()))
     if worst > 2e-3:
         raise SystemExit(f"products differ by {worst:.1e} from the reference: no time is reported")

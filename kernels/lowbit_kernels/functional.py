@@ -16,7 +16,8 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import GemmWeight
-from .layout import pack_words
+from .fragment import FragmentWeight
+from .layout import FragmentLayout, pack_words, unfragment_words
 from .packing import quantize_pack
 from .reference import matmul_reference, quantize_groups
 
@@ -43,7 +44,7 @@ def w4a16_gemm(
     None for the symmetric grid, whose zero-point is 8.
     Raises ValueError for shapes or dtypes that do not fit.
     """
-    return linear(x, packed, scales, zeros, None, 4, group_size)
+    return linear(x, packed, scales, zeros, None, 4, group_size, packed.shape[0])
 
 
 def quantize(
@@ -56,6 +57,17 @@ def quantize(
     return pack_words(codes, bits), scale, zero_point
 
 
+def restore(weight: FragmentWeight) -> GemmWeight:
+    """Undo dispatch.prepare: the words, scales and zero-points in the order of files."""
+    n, groups = weight.out_features, weight.in_features // weight.group_size
+    words = pack_words(unfragment_words(weight.words, weight.layout), weight.bits)
+    scale, zero_point = (
+        None if t is None else t[:groups, :n].t().contiguous() for t in (weight.scale, weight.zero_point)
+    )
+    assert scale is not None
+    return GemmWeight(words, scale, zero_point, weight.bits, weight.group_size, weight.in_features)
+
+
 @torch.library.custom_op(f"{__name__.partition('.')[0]}::linear", mutates_args=())
 def linear(
     x: Tensor,
@@ -65,16 +77,20 @@ def linear(
     bias: Tensor | None,
     bits: int,
     group_size: int,
+    out_features: int,
 ) -> Tensor:
     """Return x @ dequantized.T + bias: the kernel on a GPU, the reference elsewhere.
 
-    x: [..., K].  words, scale, zero_point: as in GemmWeight.  bias: [N].  group_size: K for one group a row.
+    x: [..., K].  words, scale, zero_point: as in GemmWeight, or as in the FragmentWeight of dispatch.prepare,
+    whose words have four dimensions.  bias: [N].  group_size: K for one group a row.  out_features: N.
     Returns [..., N] in x's dtype.  Raises ValueError for shapes or dtypes that do not fit.
     """
-    weight = GemmWeight(words, scale, zero_point, bits, group_size, x.shape[-1])
+    weight = as_weight(words, scale, zero_point, bits, group_size, x.shape[-1], out_features)
     if x.is_cuda:
         return dispatch.matmul(x, weight, bias)
-    return matmul_reference(x, words, scale, zero_point, bits, group_size, bias)
+    if isinstance(weight, FragmentWeight):
+        weight = restore(weight)
+    return matmul_reference(x, weight.words, weight.scale, weight.zero_point, bits, group_size, bias)
 
 
 @linear.register_fake
@@ -86,5 +102,22 @@ def _(
     bias: Tensor | None,
     bits: int,
     group_size: int,
+    out_features: int,
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], words.shape[0]))
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def as_weight(
+    words: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bits: int,
+    group_size: int,
+    in_features: int,
+    out_features: int,
+) -> GemmWeight | FragmentWeight:
+    """The weight that linear's arguments describe."""
+    if words.dim() == 4:
+        layout = FragmentLayout(bits, out_features, in_features)
+        return FragmentWeight(layout, words, scale, zero_point, group_size)
+    return GemmWeight(words, scale, zero_point, bits, group_size, in_features)

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
     from lowbit.events import OnEvent
     from lowbit.hub import push
-    from lowbit.runtime import load, patch_model
+    from lowbit.runtime import load, patch_model, use_in_transformers
 
 __version__ = "0.1.0"
-__all__ = ["load", "patch_model", "push", "quantize"]
+__all__ = ["load", "patch_model", "push", "quantize", "use_in_transformers"]
 
 # loaded on first use: `lowbit --help` imports neither torch nor transformers
-_HOMES = {"load": "runtime", "patch_model": "runtime", "push": "hub"}
+_HOMES = {"load": "runtime", "patch_model": "runtime", "push": "hub", "use_in_transformers": "runtime"}
 
 
 def __getattr__(name: str) -> Any:

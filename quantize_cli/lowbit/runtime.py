@@ -2,6 +2,7 @@
 
     model = lowbit.load("smollm2-int4-g128")         a folder that lowbit wrote, in any of its formats
     lowbit.patch_model(model, QuantScheme())         a live model, in place
+    lowbit.use_in_transformers()                     from_pretrained, from then on
 
 On a GPU the product is the W4A16 kernel of lowbit_kernels, elsewhere the plain-torch reference, which is
 right and slow. Weights stay packed on both.
@@ -9,6 +10,7 @@ right and slow. Weights stay packed on both.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.checkpoint.formats import format_of
+from lowbit.checkpoint.formats import FORMATS, compressed_tensors, format_of
 from lowbit.device import pick_device
 from lowbit.errors import PlanError, SourceError
 from lowbit.folder import DenseView, Folder, open_folder
@@ -25,8 +27,14 @@ from lowbit.plan import LayerPlan
 from lowbit.scheme import PackedTensor, QuantScheme
 from lowbit.skeleton import Skeleton, Slot, build_skeleton, find_slots
 from lowbit.skeleton import load as load_tensors
-from lowbit_kernels.dispatch import GemmWeight
-from lowbit_kernels.functional import linear, quantize
+from lowbit.validate import gemm_weight
+from lowbit_kernels.dispatch import GemmWeight, install, prepare
+from lowbit_kernels.fragment import FragmentWeight
+from lowbit_kernels.functional import as_weight, linear, quantize, restore
+from lowbit_kernels.tables import read_table
+
+# what `lowbit tune` writes into a checkpoint folder
+TUNED = "lowbit_kernels.json"
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,17 +52,53 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.out_features, weight.in_features
         self.bits, self.group_size = weight.bits, weight.group_size
-        self.register_buffer("words", weight.words, persistent=False)
-        self.register_buffer("scale", weight.scale, persistent=False)
-        self.register_buffer("zero_point", weight.zero_point, persistent=False)
         self.register_parameter("bias", bias)
+        for name in ("words", "scale", "zero_point"):
+            self.register_buffer(name, getattr(weight, name), persistent=False)
+        self._arrange()
 
-    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Words, scale and zero_point in the order of files."""
-        return self.words, self.scale, self.zero_point
+    def stored(self) -> GemmWeight:
+        """The weight in the order of files."""
+        weight = self._weight()
+        return weight if isinstance(weight, GemmWeight) else restore(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.words, self.scale, self.zero_point, self.bias, self.bits, self.group_size)
+        return linear(
+            x,
+            self.words,
+            self.scale,
+            self.zero_point,
+            self.bias,
+            self.bits,
+            self.group_size,
+            self.out_features,
+        )
+
+    def _weight(self) -> GemmWeight | FragmentWeight:
+        return as_weight(
+            self.words,
+            self.scale,
+            self.zero_point,
+            self.bits,
+            self.group_size,
+            self.in_features,
+            self.out_features,
+        )
+
+    def _arrange(self) -> None:
+        """Put the words in the order of their device: the fast kernels' on a GPU, that of files elsewhere."""
+        weight = self._weight()
+        if isinstance(weight, GemmWeight) and self.words.is_cuda:
+            weight = prepare(weight)
+        elif isinstance(weight, FragmentWeight) and not self.words.is_cuda:
+            weight = restore(weight)
+        self.words, self.scale, self.zero_point = weight.words, weight.scale, weight.zero_point
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        # what .to and .cuda go through
+        super()._apply(fn, recurse)
+        self._arrange()
+        return self
 
     def extra_repr(self) -> str:
         grid = "symmetric" if self.zero_point is None else "asymmetric"
@@ -103,6 +147,8 @@ def load(
         raise SourceError(f"{folder.path}: not quantized; transformers loads it")
     device = pick_device(device) if isinstance(device, str) else device
     dtype = dtype or getattr(torch, folder.config.get("dtype") or folder.config["torch_dtype"])
+    if device.type == "cuda":
+        _use_tuned(folder.path / TUNED, device)
     view = DenseView(folder, dtype)
     skeleton = build_skeleton(view, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     _place_quantized(skeleton, view, device)
@@ -114,6 +160,15 @@ def load(
     if (folder.path / "generation_config.json").is_file():
         model.generation_config = type(model.generation_config).from_pretrained(folder.path)
     return model
+
+
+def _use_tuned(file: Path, device: torch.device) -> None:
+    """Let the kernels take the configs that `lowbit tune` left beside the checkpoint, or say why not."""
+    if file.is_file():
+        configs, reason = read_table(file, torch.cuda.get_device_name(device))
+        install(configs)
+        if reason is not None:
+            warnings.warn(f"{reason}; using the shipped configs", stacklevel=3)
 
 
 def _place_quantized(skeleton: Skeleton, view: DenseView, device: torch.device) -> None:
@@ -182,20 +237,50 @@ def _read_linear(
         raise PlanError(f"{parts[0][1]}: stacked with {parts[1][1]}, which has another scheme")
     scheme, k = pieces[0].scheme, pieces[0].in_features
     zeros = [piece.zero_point for piece in pieces if piece.zero_point is not None]
-    weight = GemmWeight(
+    packed = PackedTensor(
         torch.cat([piece.words for piece in pieces]).to(device),
         torch.cat([piece.scale for piece in pieces]).to(device),
         torch.cat(zeros).to(device) if zeros else None,
-        scheme.bits,
-        scheme.width(k),
+        scheme,
         k,
     )
-    return QuantLinear(weight, bias)
+    return QuantLinear(gemm_weight(packed), bias)
 
 
 def _read_layer(folder: Folder, name: str) -> PackedTensor:
     format, layer = format_of(folder.config["quantization_config"]), folder.layers[name]
     return format.decode(name, folder.read, layer.scheme, layer.shape)
+
+
+def use_in_transformers() -> None:
+    """From now on, from_pretrained puts a QuantLinear in place of every packed linear of compressed-tensors
+    checkpoints, whoever wrote them. Experts are decoded by transformers; lowbit.load keeps them packed too.
+
+    A call and not an import, which changes nothing.
+    """
+    from transformers.quantizers import auto
+    from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+
+    class PackedQuantizer(CompressedTensorsHfQuantizer):
+        def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+            super()._process_model_after_weight_loading(model, **kwargs)
+            for name, module in list(model.named_modules()):
+                if hasattr(module, "weight_packed"):
+                    model.set_submodule(name, _from_compressed(name, module))
+            return model
+
+    auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"] = PackedQuantizer
+
+
+def _from_compressed(name: str, module: Any) -> QuantLinear:
+    """The linear of a module in compressed-tensors' own packed state."""
+    given = module.quantization_scheme.weights
+    group_size = -1 if given.group_size is None else given.group_size
+    scheme = QuantScheme(given.num_bits, group_size, given.symmetric)
+    parts = {f"{name}.{suffix}": getattr(module, suffix, None) for suffix in compressed_tensors.SUFFIXES}
+    n, k = module.weight_shape.tolist()
+    packed = FORMATS["compressed-tensors"].decode(name, lambda part: parts[part].data, scheme, (n, k))
+    return QuantLinear(gemm_weight(packed), module.bias)
 
 
 def patch_model(

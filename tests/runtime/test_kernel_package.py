@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lowbit_kernels import functional, quantize_weight_int4_grouped, w4a16_gemm
+from lowbit_kernels.dispatch import GemmWeight, prepare
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kernels" / "lowbit_kernels"
@@ -51,8 +52,38 @@ def test_compiled_in_one_graph():
         x = torch.randn(2, tokens, 128)
         assert torch.equal(compiled(x), block(x))
     x = torch.randn(3, 128).to(torch.bfloat16)
-    torch.library.opcheck(functional.linear, (x, packed, scales, zeros, torch.randn(48), 4, 64))
-    torch.library.opcheck(functional.linear, (x, packed, scales, None, None, 4, 64))
+    torch.library.opcheck(functional.linear, (x, packed, scales, zeros, torch.randn(48), 4, 64, 48))
+    torch.library.opcheck(functional.linear, (x, packed, scales, None, None, 4, 64, 48))
+
+
+PREPARED = [
+    # bits, group, symmetric, N, K: whole tiles, padded rows, padded inputs, one group a row
+    (4, 64, True, 64, 256),
+    (4, 128, False, 40, 384),
+    (8, 32, False, 24, 96),
+    (3, 64, True, 72, 192),
+    (2, 160, False, 16, 160),
+]
+
+
+@pytest.mark.parametrize(("bits", "group", "symmetric", "n", "k"), PREPARED)
+def test_prepared_weight_comes_back_and_gives_the_same_product(bits, group, symmetric, n, k):
+    torch.manual_seed(0)
+    weight = GemmWeight(
+        *functional.quantize(torch.randn(n, k), bits, group, symmetric, torch.float16), bits, group, k
+    )
+    prepared = prepare(weight)
+    assert prepared.words.dim() == 4
+    back = functional.restore(prepared)
+    for name in ("words", "scale", "zero_point"):
+        before, after = getattr(weight, name), getattr(back, name)
+        assert (before is None and after is None) or torch.equal(before, after), name
+    x, bias = torch.randn(3, k), torch.randn(n)
+    grid = bits, group, n
+    y = functional.linear(x, weight.words, weight.scale, weight.zero_point, bias, *grid)
+    assert torch.equal(
+        functional.linear(x, prepared.words, prepared.scale, prepared.zero_point, bias, *grid), y
+    )
 
 
 def test_misfits_are_refused():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lowbit import load, patch_model
+from lowbit import load, patch_model, use_in_transformers
 from lowbit.errors import PlanError, SourceError
 from lowbit.folder import DenseView, open_folder
 from lowbit.pipeline import quantize
@@ -35,6 +35,8 @@ MODELS = {
     "llama": ("LlamaConfig", {}),
     "qwen2, biases": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", HEADS),
+    "mistral": ("MistralConfig", HEADS),
+    "gemma2, tied": ("Gemma2Config", HEADS | {"query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "gemma3, tied": ("Gemma3TextConfig", HEADS | {"query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "phi3, fused": ("Phi3Config", {"pad_token_id": 0}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
@@ -99,6 +101,36 @@ def test_loaded_model_agrees_with_its_dequantized_weights(name, tmp_path):
         assert not close(model(IDS).logits, truth)
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if "Conv1D" not in name])
+def test_transformers_loads_the_same_bits(name, tmp_path):
+    """from_pretrained with compressed-tensors, whose code is not ours: every logit equal."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "out"
+    quantize(build(name, tmp_path / "model"), out, make_recipe(method="rtn", device="cpu", group=64))
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, dense_logits(out, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["qwen2, biases", "phi3, fused", "qwen3_moe"])
+def test_from_pretrained_runs_on_packed_linears_when_asked(name, tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+    from transformers.quantizers import auto
+
+    out = tmp_path / "out"
+    quantize(build(name, tmp_path / "model"), out, make_recipe(method="rtn", device="cpu", group=64))
+    monkeypatch.setattr(auto, "AUTO_QUANTIZER_MAPPING", dict(auto.AUTO_QUANTIZER_MAPPING))
+    use_in_transformers()
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    quantized = {layer for layer in open_folder(out).layers if ".experts." not in layer}
+    with torch.no_grad():
+        assert close(model(IDS).logits, dense_logits(out, tmp_path))
+    # and they are still packed after a forward
+    assert {n for n, m in model.named_modules() if isinstance(m, QuantLinear)} == quantized
+
+
 FORMATS = [
     {"format": "gptq"},
     {"format": "gptq-v2", "sym": False, "bits": 3},
@@ -127,6 +159,59 @@ def test_loaded_model_compiles_in_one_graph(llama_folder, tmp_path):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(compiled(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits)
+
+
+@pytest.fixture
+def gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen2, biases", "qwen3_moe"])
+@pytest.mark.parametrize("recipe", [{}, {"sym": False}, {"bits": 8}], ids=str)
+def test_on_a_gpu_as_on_the_cpu(name, recipe, tmp_path, gpu):
+    """fp16 against fp32 with the same weights: 2^-11 a rounding, over two layers."""
+    out = tmp_path / "out"
+    quantize(
+        build(name, tmp_path / "model"), out, make_recipe(method="rtn", device="cpu", group=64, **recipe)
+    )
+    with torch.no_grad():
+        truth = load(out, device="cpu", dtype=torch.float32)(IDS).logits
+        model = load(out, device="cuda", dtype=torch.float16)
+        y = model(IDS.to(gpu)).logits.float().cpu()
+        assert (y - truth).norm() <= 0.01 * truth.norm()
+        moved = load(out, device="cpu", dtype=torch.float16).to(gpu)
+        assert torch.equal(moved(IDS.to(gpu)).logits, model(IDS.to(gpu)).logits)
+        back = model.to("cpu").float()
+        assert close(back(IDS).logits, truth)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_the_products(gpu):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(512, 256, dtype=torch.float16)
+    holder = torch.nn.Sequential(linear)
+    patch_model(holder, QuantScheme(4, 128))
+    layer = holder.to(gpu)[0]
+    x = torch.randn(1, 512, device=gpu, dtype=torch.float16)
+    with torch.no_grad():
+        layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(y, layer(x))
+
+
+@pytest.mark.gpu
+def test_tuned_configs_are_taken_or_refused_aloud(llama_folder, tmp_path, gpu):
+    quantize(llama_folder, tmp_path / "out", make_recipe(method="rtn", device="cpu"))
+    (tmp_path / "out" / "lowbit_kernels.json").write_text("{}")
+    with pytest.warns(UserWarning, match=r"lowbit_kernels\.json: not a table"):
+        load(tmp_path / "out", device="cuda")
 
 
 def test_loaded_model_generates_and_keeps_its_generation_config(llama_folder, tmp_path):
