@@ -157,6 +157,30 @@ def solve(stage: Any, works: list[Any], options: gptq.Options) -> None:
         stage.replace(work.layer, weight)
 
 
+def projections(result: dict[str, Any], rates: dict[str, float]) -> dict[str, Any]:
+    """Seconds for the solves and forwards of whole models, from the last measured block, and floors.
+
+    A block of 8192 x 28672 has 3.92 times the weights (forwards), 4.0 times Σ K² (Hessians) and 7.8 times
+    Σ N K² (solves) of one of 4096 x 14336. Floors: forwards and Hessians (half of each, they are symmetric)
+    at the measured bf16 rate; products of the solve, 2 N K² each, at the float32 rate.
+    """
+    tokens, projected = result["tokens"], {}
+    for name, blocks, hidden, inner, kv in (("8B", 32, 4096, 14336, 1024), ("70B", 80, 8192, 28672, 1024)):
+        shapes = [(2 * hidden + 2 * kv, hidden), (2 * inner, hidden), (hidden, inner)]
+        weights = sum(n * k for n, k in shapes)
+        products = sum(n * k * k for n, k in shapes)
+        squares = sum(k * k for k in (hidden, hidden, hidden, inner))
+        base = result.setdefault("base", {"weights": weights, "products": products})
+        for method, streams, solves in (("plain", 1, 1), ("full", 2, 8)):
+            last = result[method]["blocks"][-1]
+            around = (last["since_last"] - last["solve"]) * weights / base["weights"]
+            solving = last["solve"] * products / base["products"]
+            work = streams * (2 * tokens * weights + tokens * squares) / rates["bfloat16_tflops"]
+            floor = (work + solves * 2 * products / rates["float32_tflops"]) / 1e12
+            projected[f"{name} {method}"] = {"seconds": blocks * (around + solving), "floor": blocks * floor}
+    return projected
+
+
 def ceilings(device: torch.device) -> dict[str, float]:
     """Measured rates of this GPU: copies, bf16 and float32 products."""
     x = torch.empty(1 << 30, dtype=torch.uint8, device=device)
@@ -194,6 +218,8 @@ def main() -> None:
     report["torch"] = torch.__version__
     if device.type == "cuda":
         report["ceilings"] = ceilings(device)
+        if args.what == "gptq":
+            report["projections"] = projections(result, report["ceilings"])
     report[args.what] = result
     print(json.dumps(report, indent=1))
     if args.json:

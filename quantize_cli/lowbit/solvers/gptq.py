@@ -49,9 +49,9 @@ class Options:
     """
 
     correction: bool = True
-    correction_damping: float = 0.05
-    search: Literal["minmax", "norm", "hessian"] = "norm"
-    damping: float = 0.05
+    correction_damping: float = 0.2
+    search: Literal["minmax", "norm", "hessian"] = "hessian"
+    damping: float = 0.1
     act_order: bool = True
     rounds: int = 3
     passes: int = 2
