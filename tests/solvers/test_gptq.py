@@ -264,7 +264,16 @@ def test_never_above_rounding_to_nearest(bits, width, groups, n, symmetric, seed
 
 
 @pytest.mark.parametrize(
-    "bad", [{"search": "best"}, {"damping": 0.0}, {"correction_damping": -1}, {"rounds": -1}, {"passes": 1.5}]
+    "bad",
+    [
+        {"act_order": "no"},
+        {"correction": 1},
+        {"search": "best"},
+        {"damping": 0.0},
+        {"correction_damping": -1},
+        {"rounds": -1},
+        {"passes": 1.5},
+    ],
 )
 def test_options_outside_their_range_are_named(bad):
     with pytest.raises(RecipeError, match=next(iter(bad))):

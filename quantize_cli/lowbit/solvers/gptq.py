@@ -62,6 +62,9 @@ class Options:
         for key in ("damping", "correction_damping"):
             if not 0 < getattr(self, key) < 10:
                 raise RecipeError(f"solver: {key} {getattr(self, key)!r} is not between 0 and 10")
+        for key in ("correction", "act_order"):
+            if not isinstance(getattr(self, key), bool):
+                raise RecipeError(f"solver: {key} {getattr(self, key)!r} is not true or false")
         for key in ("rounds", "passes"):
             if not isinstance(getattr(self, key), int) or getattr(self, key) < 0:
                 raise RecipeError(f"solver: {key} {getattr(self, key)!r} is not a whole number from 0")
