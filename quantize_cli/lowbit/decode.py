@@ -119,7 +119,7 @@ def decode_layer(
 
     parts: the stored tensors by their suffix in PARTS[format].  shape: (N, K).  The order is None, or for a
     GPTQ layer with activation order the input that each column of the codes belongs to, [K].
-    Raises SourceError if a tensor is missing or has not the shape or dtype that format, scheme and shape want.
+    Raises SourceError if a tensor is missing or has not the shape or dtype that the other arguments want.
     """
     read = _Parts(parts)
     if format in ("gptq", "gptq-v2"):

@@ -383,7 +383,7 @@ def first_nonfinite(weights: WeightSource, device: torch.device, tokens: int = 8
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For work too small to share: on a busy machine, threads that wait for each other cost twenty times it."""
+    """For work too small to share: on a busy machine, threads that wait for each other cost twenty-fold."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

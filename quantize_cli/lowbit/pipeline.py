@@ -427,8 +427,8 @@ def write_side_files(source: Source, plan: Plan, manifest: dict[str, Any], sink:
         if path.parent != source.path or path.name not in extra:
             sink.copy_file(path)
     readme = source.path / "README.md"
-    text = readme.read_text(encoding="utf-8-sig", errors="replace") if readme.is_file() else None
-    sink.write_text("README.md", model_card(manifest, text))
+    card = readme.read_text(encoding="utf-8-sig", errors="replace") if readme.is_file() else None
+    sink.write_text("README.md", model_card(manifest, card))
 
 
 def run_key(

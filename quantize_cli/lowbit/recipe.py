@@ -94,10 +94,10 @@ class Recipe(_Keys):
     on_indivisible: OnIndivisible = "smaller-group"
     allow_mixed_fused: bool = False
     calib: str | None = None
-    samples: int | None = Field(None, ge=1)
-    seqlen: int | None = Field(None, ge=1)
+    samples: int | None = Field(default=None, ge=1)
+    seqlen: int | None = Field(default=None, ge=1)
     # what random, numpy and torch all take
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     strict: bool = False
     trust_remote_code: bool = False
     device: str = "auto"

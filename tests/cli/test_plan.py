@@ -176,13 +176,6 @@ def test_a_missing_model_is_one_line_and_an_event(lowbit: Callable) -> None:
     assert ran.err == f"lowbit: error: {ran.event('error')['message']}\n"
 
 
-def test_a_locale_without_arrows_ends_no_run(llama_folder: Path, spawn: Callable) -> None:
-    process = spawn("plan", llama_folder, env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
-    assert "512 KiB ? 132 KiB" in out
-
-
 def test_json_is_ascii_whatever_the_names(llama_folder: Path, lowbit: Callable) -> None:
     odd = llama_folder.with_name("模型")
     llama_folder.rename(odd)
