@@ -277,7 +277,9 @@ def _from_compressed(name: str, module: Any) -> QuantLinear:
     given = module.quantization_scheme.weights
     group_size = -1 if given.group_size is None else given.group_size
     scheme = QuantScheme(given.num_bits, group_size, given.symmetric)
-    parts = {f"{name}.{suffix}": getattr(module, suffix, None) for suffix in compressed_tensors.SUFFIXES}
+    parts: dict[str, Any] = {
+        f"{name}.{suffix}": getattr(module, suffix, None) for suffix in compressed_tensors.SUFFIXES
+    }
     n, k = module.weight_shape.tolist()
     packed = FORMATS["compressed-tensors"].decode(name, lambda part: parts[part].data, scheme, (n, k))
     return QuantLinear(gemm_weight(packed), module.bias)
