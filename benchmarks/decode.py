@@ -5,9 +5,10 @@
 
 A random model of Llama-3-8B's shape stands in fp16 on the GPU. Its linears are rounded to 4 bits, written as
 a compressed-tensors folder and loaded by lowbit.load; both models stay in memory. Each decodes greedily from
-a prompt with a static cache; one step is captured in a CUDA graph, the same harness for both, and rounds of
-`--steps` replays alternate between them. Reported: the median over rounds. Before any time is taken, products
-of the loaded model are compared with the plain-torch reference.
+a prompt with a static cache; one step is captured in a CUDA graph (or, with --harness compile, compiled with
+mode="reduce-overhead"), the same harness for both, and rounds of `--steps` replays alternate between them.
+Reported: the median over rounds. Before any time is taken, products of the loaded model are compared with the
+plain-torch reference.
 """
 
 from __future__ import annotations
@@ -105,9 +106,9 @@ def check(model: Any, device: torch.device) -> float:
 
 
 class Decoder:
-    """Greedy decoding of one sequence, a step at a time; captured in a CUDA graph on a GPU."""
+    """Greedy decoding of one sequence, a step at a time, by the harness: eager, graph or compile."""
 
-    def __init__(self, model: Any, steps: int, device: torch.device) -> None:
+    def __init__(self, model: Any, steps: int, device: torch.device, harness: str) -> None:
         self.cache = StaticCache(config=model.config, max_cache_len=PROMPT + steps + 8)
         known = inspect.signature(model.model.forward).parameters
         self.options = {"cache" if "cache" in known else "past_key_values": self.cache, "use_cache": True}
@@ -117,7 +118,11 @@ class Decoder:
             self.token = model(prompt, **self.options).logits[:, -1:].argmax(-1)
         self.start = self.token.clone()
         self.step: Callable[[], None] = self._step
-        if device.type == "cuda":
+        if harness == "compile":
+            self.model = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+            for _ in range(3):
+                self._step()
+        if harness == "graph":
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -162,6 +167,7 @@ def weight_bytes(model: Any) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--harness", choices=["eager", "graph", "compile"], default="graph")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
@@ -175,13 +181,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args()
     device = torch.device(given.device)
+    harness = given.harness if device.type == "cuda" else "eager"
     dense = build(given, device)
     with tempfile.TemporaryDirectory() as folder:
         write_quantized(dense, Path(folder), QuantScheme(4, 128, True, "float16"))
         loaded = runtime.load(folder, device=device, dtype=torch.float16)
     models = {"fp16": dense, "lowbit.load": loaded}
     error = check(loaded, device)
-    decoders = {name: Decoder(model, given.steps, device) for name, model in models.items()}
+    decoders = {name: Decoder(model, given.steps, device, harness) for name, model in models.items()}
     rates: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(given.rounds):
         for name, decoder in decoders.items():
@@ -195,7 +202,7 @@ def main() -> None:
         "prompt": PROMPT,
         "steps": given.steps,
         "rounds": given.rounds,
-        "harness": "CUDA graph of one step, static cache" if device.type == "cuda" else "eager",
+        "harness": f"{harness}, static cache",
         "tokens_per_second": median,
         "all_rounds": rates,
         "weight_gb_per_token": {name: weight_bytes(model) / 1e9 for name, model in models.items()},
