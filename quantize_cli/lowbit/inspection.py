@@ -295,7 +295,7 @@ def kernel_rows(
     """Ask lowbit_kernels.dispatch about every distinct shape and scheme, for a few numbers of tokens."""
     import torch
 
-    from lowbit_kernels import dispatch
+    from lowbit_kernels import dispatch, fragment
 
     arch = arch or dispatch.arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     shapes: dict[tuple[tuple[int, int], QuantScheme], int] = {}
@@ -303,6 +303,8 @@ def kernel_rows(
         key = (layer.shape, layer.scheme)
         shapes[key] = shapes.get(key, 0) + 1
     for ((n, k), scheme), count in shapes.items():
+        # a GPU reorders the words once, when it loads them
+        stored = arch == "cpu" or fragment.refuses(scheme.width(k), k) is not None
         for m in tokens:
             problem = dispatch.Problem(
                 bits=scheme.bits,
@@ -313,6 +315,7 @@ def kernel_rows(
                 n=n,
                 k=k,
                 arch=arch,
+                order="row" if stored else "fragment",
             )
             refused = {name: why for name, why in dispatch.refusals(problem).items() if why is not None}
             config = dispatch.choose(problem) if len(refused) < len(dispatch.VARIANTS) else None

@@ -32,6 +32,15 @@ KERNELS_FILE = "lowbit_kernels.json"
 HISTOGRAMS = 4
 BINS = 81
 
+# device name contains -> TB/s of memory and dense TFLOP/s in 16 bits, from NVIDIA's and AMD's data sheets
+PEAKS = {
+    "H200": (4.8, 989.0),
+    "H100": (3.35, 989.0),
+    "A100": (2.0, 312.0),
+    "L40S": (0.864, 362.0),
+    "MI300X": (5.3, 1307.0),
+}
+
 # matplotlib draws in these; the page's style sheet replaces them with its variables
 INK, MUTED, BEFORE, AFTER = "#010203", "#040506", "#070809", "#0a0b0c"
 VARIABLES = {INK: "var(--ink)", MUTED: "var(--muted)", BEFORE: "var(--before)", AFTER: "var(--after)"}
@@ -76,6 +85,8 @@ def report(
     with ExitStack() as stack:
         origin, _ = reach_source(folder, source, stack)
         histograms = [histogram(folder, folder.manifest, origin, row.name) for row in worst[:HISTOGRAMS]]
+    kernels = _read(folder.path / KERNELS_FILE)
+    points = kernel_points(kernels)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = (resources.files("lowbit") / "templates" / "report.html").read_text(encoding="utf-8")
     page = environment.from_string(template).render(
@@ -92,7 +103,9 @@ def report(
         heat_map=heat_map(rows) if rows else None,
         histograms=histograms,
         evaluation=_read(folder.path / RESULT_FILE),
-        kernels=_read(folder.path / KERNELS_FILE),
+        kernels=kernels,
+        points=points,
+        roofline=roofline(points, kernels["device"]) if kernels and points else None,
         verified=verified,
         percent=percent,
         size=human_size,
@@ -294,6 +307,75 @@ def _svg(figure: Any, label: str, titles: dict[str, str]) -> str:
     style = f'style="max-width:{float(width[1]) * 1.5:.0f}px"' if width else ""
     svg = re.sub(r'(width|height)="[\d.]+pt" ?', "", svg, count=2)
     return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" {style} ', 1)
+
+
+@dataclass(frozen=True)
+class KernelPoint:
+    """One measured product of lowbit_kernels.json: y [M, N] = x [M, K] W^T in `us` microseconds."""
+
+    n: int
+    k: int
+    tokens: int
+    variant: str
+    us: float
+    nbytes: float
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.tokens * self.n * self.k
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.us / 1e6
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.nbytes / self.us / 1e3
+
+    @property
+    def intensity(self) -> float:
+        """Floating-point operations for each byte that has to move."""
+        return self.flops / self.nbytes
+
+
+def kernel_points(table: dict[str, Any] | None) -> list[KernelPoint]:
+    """The measured rows of a table that lowbit tune wrote (lowbit_kernels.tables), in its order."""
+    points = []
+    for row in (table or {}).get("rows", []):
+        problem = row["problem"]
+        n, k, m = problem["n"], problem["k"], problem["m_bucket"]
+        # codes, one 16-bit scale a group (and zero-point), activations in and out
+        stored_with_group = 4 if problem["has_zero"] else 2
+        weight = n * k * (problem["bits"] / 8 + stored_with_group / problem["group_size"])
+        points.append(KernelPoint(n, k, m, row["config"]["variant"], row["us"], weight + 2 * m * (n + k)))
+    return points
+
+
+def roofline(points: Sequence[KernelPoint], device: str) -> str:
+    """TFLOP/s over operations a byte, a line for each shape, under the roof of the device if it is known."""
+    figure, axes = _figure(6.4, 3.6)
+    intensities = [point.intensity for point in points]
+    peaks = next((peak for name, peak in PEAKS.items() if name in device), None)
+    if peaks is not None:
+        at = np.geomspace(min(intensities) / 1.5, max(intensities) * 1.5, 64)
+        axes.plot(at, np.minimum(peaks[0] * at, peaks[1]), color=MUTED, linewidth=1, linestyle="--")
+    colours = _matplotlib().colormaps["viridis"]
+    shapes = list(dict.fromkeys((point.n, point.k) for point in points))
+    for i, shape in enumerate(shapes):
+        own = sorted((p for p in points if (p.n, p.k) == shape), key=lambda point: point.tokens)
+        axes.plot(
+            [point.intensity for point in own],
+            [point.tflops for point in own],
+            marker="o",
+            markersize=3,
+            linewidth=1,
+            color=colours(0.25 + 0.6 * i / max(1, len(shapes) - 1)),
+            label=f"{shape[0]} × {shape[1]}",
+        )
+    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, title="out × in", title_fontproperties={"size": 8})
+    axes.get_legend().get_title().set_color(MUTED)
+    return _svg(figure, f"Measured speed of the tuned kernels on {device}", {})
 
 
 # ---- text

@@ -85,7 +85,9 @@ def test_the_kernel_table_lists_every_shape_once(look):
         (512, 256, "int4 sym g128"): 4,
         (256, 512, "int8 sym g128"): 2,
     }
-    assert all(row.chosen for row in found.kernels)
+    # on a GPU the words are put in fragment order, which the plain kernel cannot read
+    assert {row.chosen for row in found.kernels if row.tokens == 256} <= {"gemm", "dense"}
+    assert all("fragment order" in row.refusals["plain"] for row in found.kernels)
 
 
 def test_a_plain_model_is_refused(build_llama):

@@ -12,6 +12,29 @@ from lowbit import evaluate, pipeline, report, verify
 from lowbit.errors import SourceError
 from lowbit.recipe import Recipe
 
+# as lowbit_kernels.tables.write_table writes them
+KERNELS = {
+    "device": "NVIDIA H200",
+    "arch": "sm_90",
+    "date": "2026-11-29",
+    "rows": [
+        {
+            "problem": {
+                "bits": 4,
+                "group_size": 128,
+                "has_zero": False,
+                "act_dtype": "float16",
+                "m_bucket": m,
+            }
+            | {"n": n, "k": 4096, "arch": "sm_90", "order": "fragment"},
+            "config": {"variant": "fragment"},
+            "us": us,
+            "rel_err": 2e-4,
+        }
+        for n in (4096, 14336)
+        for m, us in ((1, 8.0), (16, 9.0), (256, 60.0))
+    ],
+}
 VOID = {"meta", "link", "br", "wbr"}
 
 
@@ -23,6 +46,7 @@ def page(build_llama, tmp_path_factory):
     pipeline.quantize(
         source, out, Recipe(group=64, rules=({"match": "re:.*0.self_attn.o_proj$", "bits": 4, "group": 256},))
     )
+    (out / report.KERNELS_FILE).write_text(json.dumps(KERNELS))
     evaluate.evaluate(out, source, window=64, max_tokens=256).save(out)
     verified = verify.verify(out, source, forward=False)
     return out, report.report(out, verified=verified).read_text()
@@ -136,3 +160,15 @@ def test_a_folder_without_manifest_is_refused(page, tmp_path):
     (folder / "lowbit.json").unlink()
     with pytest.raises(SourceError, match=r"no lowbit\.json"):
         report.report(folder)
+
+
+def test_measured_kernels_become_points_under_a_roof(page):
+    """4096 x 4096 at 4 bits, 8 microseconds: 8 MiB of codes, 256 KiB of scales, 16 KiB of activations."""
+    point = report.kernel_points(KERNELS)[0]
+    assert point.nbytes == 4096 * 4096 // 2 + 4096 * 32 * 2 + 2 * 2 * 4096
+    assert point.gb_per_second == pytest.approx(point.nbytes / 8e-6 / 1e9)
+    assert point.tflops == pytest.approx(2 * 4096 * 4096 / 8e-6 / 1e12)
+    _, html = page
+    assert "Measured speed of the tuned kernels on NVIDIA H200" in html
+    assert html.count("<td>fragment</td>") == 6
+    assert report.kernel_points(None) == []
