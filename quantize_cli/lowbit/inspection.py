@@ -173,14 +173,19 @@ Rule = Callable[[Folder], tuple[bool, tuple[str, ...], str]]
 
 
 def _transformers(folder: Folder) -> tuple[bool, tuple[str, ...], str]:
+    mixed = len({(layer.scheme.bits, layer.scheme.group_size) for layer in folder.layers.values()}) > 1
     if folder.format == "compressed-tensors":
         if _symmetric(folder):
             return True, ("dense after load",), "run on a CPU: exact; unpacks to dense weights"
         if _experts(folder):
             return False, (), "zero-points of experts are not passed on"
+        if mixed:
+            return False, (), "decodes zero-points of one scheme only"
         return True, ("dense after load",), "only with CompressedTensorsConfig(dequantize=True)"
     if _experts(folder):
         return False, (), "loads random experts without an error"
+    if "dynamic" in folder.config["quantization_config"]:
+        return False, (), "does not read the per-layer rules; GPTQModel.load does"
     return True, ("gptqmodel",), "needs optimum and gptqmodel"
 
 
