@@ -37,10 +37,13 @@ def shipped_configs(arch: str, device: str | None) -> dict[Problem, KernelConfig
 def read_table(path: Path, device: str | None) -> tuple[dict[Problem, KernelConfig], str | None]:
     """The configs of a table that `lowbit tune` wrote, and None; or no configs, and the reason.
 
+    An untuned table says what choose() would choose without it: no configs, and no reason.
     device: name of the GPU that would use it.
     """
     try:
         table = json.loads(path.read_text())
+        if table.get("tuned") is False:
+            return {}, None
         configs = _configs(table)
         stamp = table["device"], table["triton"], table["kernels"]
     except OSError as e:
@@ -58,23 +61,26 @@ def write_table(
     path: Path, stamp: dict[str, Any], rows: Iterable[tuple[Problem, KernelConfig, float, float]]
 ) -> None:
     """Write a table.  stamp: device, arch, driver, torch, date.  rows end in microseconds and error."""
-    table = {
-        **stamp,
-        "triton": _version("triton"),
-        "kernels": kernel_hash(),
-        "rows": [
+    path.write_text(table_text(stamp, rows))
+
+
+def table_text(
+    stamp: dict[str, Any], rows: Iterable[tuple[Problem, KernelConfig, float | None, float | None]]
+) -> str:
+    """A table as JSON, one row a line; rows that were not measured end in None, None."""
+    head = json.dumps({**stamp, "triton": _version("triton"), "kernels": kernel_hash()}, indent=1)
+    lines = [
+        json.dumps(
             {
                 "problem": asdict(problem),
                 "config": asdict(config),
-                "us": round(us, 2),
-                "rel_err": float(f"{error:.2g}"),
+                "us": None if us is None else round(us, 2),
+                "rel_err": None if error is None else float(f"{error:.2g}"),
             }
-            for problem, config, us, error in rows
-        ],
-    }
-    lines = [json.dumps(row) for row in table["rows"]]
-    head = json.dumps({key: value for key, value in table.items() if key != "rows"}, indent=1)
-    path.write_text(head[:-2] + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n")
+        )
+        for problem, config, us, error in rows
+    ]
+    return head[:-2] + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
 
 
 @functools.cache

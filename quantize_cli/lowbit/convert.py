@@ -15,7 +15,7 @@ from lowbit import events
 from lowbit.checkpoint.formats import FORMATS, Format, format_of
 from lowbit.checkpoint.sink import Sink
 from lowbit.errors import GateError, PlanError, RecipeError, SourceError
-from lowbit.folder import INDEX, MANIFEST, Folder, open_folder
+from lowbit.folder import INDEX, KERNELS, MANIFEST, Folder, open_folder
 from lowbit.hub import restate_card
 from lowbit.plan import LayerPlan
 
@@ -152,7 +152,7 @@ def _write_side_files(
 ) -> None:
     """config.json, model card and the new format's own files; everything else as it is."""
     old = folder.config["quantization_config"]
-    own = {MANIFEST, INDEX, "config.json", "README.md", *folder.shards, *was.extra_files(old)}
+    own = {MANIFEST, INDEX, KERNELS, "config.json", "README.md", *folder.shards, *was.extra_files(old)}
     for file in sorted(folder.path.rglob("*")):
         if file.is_file() and file.relative_to(folder.path).as_posix() not in own:
             sink.copy_file(file)
@@ -160,6 +160,9 @@ def _write_side_files(
     sink.write_text("config.json", json.dumps(config, indent=2) + "\n")
     for name, text in to.extra_files(quantization).items():
         sink.write_text(name, text)
+    kernels = folder.path / KERNELS
+    if kernels.is_file():
+        sink.write_text(KERNELS, kernels.read_text(encoding="utf-8"), replaceable=True)
     card = folder.path / "README.md"
     if card.is_file():
         sink.write_text("README.md", restate_card(manifest, card.read_text(encoding="utf-8"), was.name))

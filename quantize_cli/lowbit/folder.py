@@ -26,6 +26,8 @@ from lowbit_kernels.layout import pack_words
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "lowbit.json"
+# what quantize leaves untuned and `lowbit tune` writes anew
+KERNELS = "lowbit_kernels.json"
 SCALE_DTYPES: dict[str, ScaleDtype] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 

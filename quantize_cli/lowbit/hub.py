@@ -25,15 +25,11 @@ import yaml
 
 from lowbit import events
 from lowbit.errors import GateError, HubError, LowbitError
+from lowbit.folder import KERNELS, MANIFEST
 from lowbit.scheme import QuantScheme
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, HfApi
-
-MANIFEST = "lowbit.json"
-
-# files that `lowbit tune` writes again after the manifest recorded them
-TUNED = {"lowbit_kernels.json"}
 
 # heading of a model card below which the source's text stands
 BASE_CARD = "## The card of the base model"
@@ -151,7 +147,7 @@ def _verify(folder: Path) -> None:
 
 
 def _listed_files(folder: Path) -> dict[str, str]:
-    """Name -> SHA-256 of the manifest's files and of the manifest itself; HubError if one is absent."""
+    """Name -> SHA-256 of the manifest's files, itself and the kernel configs; HubError if one is absent."""
     try:
         text = (folder / MANIFEST).read_bytes()
         files = dict(json.loads(text)["output"]["files"])
@@ -162,8 +158,8 @@ def _listed_files(folder: Path) -> dict[str, str]:
     for name in files:
         if not (folder / name).is_file():
             raise HubError(f"{folder / name}: listed in {MANIFEST} but absent; quantize again")
-    changed = {name: (folder / name).read_bytes() for name in (MANIFEST, *(TUNED & set(files)))}
-    return files | {name: hashlib.sha256(data).hexdigest() for name, data in changed.items()}
+    own = [name for name in (MANIFEST, KERNELS) if (folder / name).is_file()]
+    return files | {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in own}
 
 
 def _files_below(folder: Path) -> set[str]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lowbit
-from lowbit import events
+from lowbit import events, tune
 from lowbit.ahead import ahead
 from lowbit.calib import CalibrationRows, calibration_size, load_rows
 from lowbit.checkpoint.formats import FORMATS
@@ -31,6 +31,7 @@ from lowbit.checkpoint.source import Source, check_finite, open_source
 from lowbit.decode import checksum, checksums, decode_packed, dequantize
 from lowbit.device import pick_device
 from lowbit.errors import SourceError
+from lowbit.folder import KERNELS
 from lowbit.hub import model_card
 from lowbit.plan import CopyPlan, LayerPlan, Plan, make_plan
 from lowbit.recipe import Recipe
@@ -103,6 +104,8 @@ def quantize(
             rows = [row for unit in units for row in sink.done[unit.name]["rows"]]
             manifest = make_manifest(source, plan, rows, source.sha256(), calibration)
             write_side_files(source, plan, manifest, sink)
+            layers = [(layer.shape, layer.scheme) for layer in plan.layers]
+            sink.write_text(KERNELS, tune.untuned_table(layers), replaceable=True)
             files = sink.finish(manifest)
     summary = summarize(plan, manifest, out, files, time.monotonic() - started)
     on_event(events.Done(summary))

@@ -23,12 +23,11 @@ import numpy as np
 from lowbit.checkpoint.source import Source
 from lowbit.errors import SourceError
 from lowbit.evaluate import RESULT_FILE
-from lowbit.folder import DenseView, Folder, open_folder
+from lowbit.folder import KERNELS, DenseView, Folder, open_folder
 from lowbit.inspection import summarize, tensor_parallel
 from lowbit.verify import VerifyReport, reach_source, source_weight
 
 REPORT_FILE = "report.html"
-KERNELS_FILE = "lowbit_kernels.json"
 HISTOGRAMS = 4
 BINS = 81
 
@@ -85,7 +84,7 @@ def report(
     with ExitStack() as stack:
         origin, _ = reach_source(folder, source, stack)
         histograms = [histogram(folder, folder.manifest, origin, row.name) for row in worst[:HISTOGRAMS]]
-    kernels = _read(folder.path / KERNELS_FILE)
+    kernels = _read(folder.path / KERNELS)
     points = kernel_points(kernels)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = (resources.files("lowbit") / "templates" / "report.html").read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lowbit.checkpoint.formats import FORMATS, compressed_tensors, format_of
 from lowbit.device import pick_device
 from lowbit.errors import PlanError, SourceError
-from lowbit.folder import DenseView, Folder, open_folder
+from lowbit.folder import KERNELS, DenseView, Folder, open_folder
 from lowbit.plan import LayerPlan
 from lowbit.scheme import PackedTensor, QuantScheme
 from lowbit.skeleton import Skeleton, Slot, build_skeleton, find_slots
@@ -32,9 +32,6 @@ from lowbit_kernels.dispatch import GemmWeight, install, prepare
 from lowbit_kernels.fragment import FragmentWeight
 from lowbit_kernels.functional import as_weight, linear, quantize, restore
 from lowbit_kernels.tables import read_table
-
-# what `lowbit tune` writes into a checkpoint folder
-TUNED = "lowbit_kernels.json"
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,7 +145,7 @@ def load(
     device = pick_device(device) if isinstance(device, str) else device
     dtype = dtype or getattr(torch, folder.config.get("dtype") or folder.config["torch_dtype"])
     if device.type == "cuda":
-        _use_tuned(folder.path / TUNED, device)
+        _use_tuned(folder.path / KERNELS, device)
     view = DenseView(folder, dtype)
     skeleton = build_skeleton(view, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     _place_quantized(skeleton, view, device)

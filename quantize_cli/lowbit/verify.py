@@ -37,6 +37,7 @@ from lowbit.decode import PARTS, checksum, checksums, file_checksum
 from lowbit.device import pick_device
 from lowbit.errors import LowbitError, PlanError
 from lowbit.folder import (
+    KERNELS,
     MANIFEST,
     DenseView,
     Fault,
@@ -51,7 +52,7 @@ from lowbit.scheme import QuantizedTensor, QuantScheme
 from lowbit.validate import KERNEL_TOLERANCE, LayerErrors, complaints, kernel_error, measure, move
 
 # files that other commands add to a finished folder
-LATER_FILES = {MANIFEST, "lowbit_kernels.json", "lowbit_eval.json", "report.html"}
+LATER_FILES = {MANIFEST, KERNELS, "lowbit_eval.json", "report.html"}
 # side files that lowbit writes or extends itself
 OWN_FILES = {"config.json", "README.md", "quantize_config.json", "model.safetensors.index.json"}
 

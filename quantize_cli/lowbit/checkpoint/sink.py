@@ -220,9 +220,14 @@ class Sink:
         with file:
             self._write_file(name, iter(lambda: file.read(COPY_BYTES), b""))
 
-    def write_text(self, name: str, text: str) -> None:
-        """Write a UTF-8 file; what is not UTF-8, from a file name, appears escaped."""
+    def write_text(self, name: str, text: str, *, replaceable: bool = False) -> None:
+        """Write a UTF-8 file; what is not UTF-8, from a file name, appears escaped.
+
+        replaceable: it may be written anew in the finished folder, so that its hash is nobody's promise.
+        """
         self._write_file(name, [text.encode("utf-8", "backslashreplace")])
+        if replaceable:
+            del self._file_hashes[name]
 
     def finish(self, manifest: Mapping[str, Any] | None = None) -> dict[str, str]:
         """Complete the files and put them in place; return name -> SHA-256 of every file.

@@ -11,7 +11,18 @@ from typing import Annotated
 import typer
 
 from lowbit import __version__
-from lowbit.cli.commands import convert, evaluate, generate, inspect, plan, push, quantize, report, verify
+from lowbit.cli.commands import (
+    convert,
+    evaluate,
+    generate,
+    inspect,
+    plan,
+    push,
+    quantize,
+    report,
+    tune,
+    verify,
+)
 from lowbit.cli.errors import exit_code
 
 app = typer.Typer(
@@ -48,6 +59,7 @@ app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
 app.command("report")(report.report)
 app.command("convert")(convert.convert)
+app.command("tune")(tune.tune)
 app.command("push")(push.push)
 
 

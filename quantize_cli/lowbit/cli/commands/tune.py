@@ -1,0 +1,49 @@
+"""`lowbit tune DIR`: measure the kernels for a checkpoint's layers on this GPU."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowbit.cli import options
+from lowbit.cli.output import facts, next_command, output
+
+if TYPE_CHECKING:
+    from lowbit_kernels.tuning import Measured
+
+
+def tune(
+    folder: options.Folder,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--tokens", help="Tokens in a call. Repeatable.", show_default="1 to 4096", min=1, metavar="M"
+        ),
+    ] = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Measure a few kernel configs for each kind of layer and keep the fastest right one beside the weights."""
+    from dataclasses import asdict
+
+    from lowbit.tune import tune as run
+    from lowbit_kernels.tuning import TOKENS
+
+    with output(json, quiet) as shown:
+
+        def on_row(row: Measured) -> None:
+            shown.event({"event": "tuned", **asdict(row)})
+            problem = row.problem
+            shown.show(
+                f"{problem.n}×{problem.k}, {problem.m_bucket} tokens: {row.config.variant} {row.us:.1f} µs"
+            )
+
+        summary = run(folder, tokens=tokens or TOKENS, on_row=on_row)
+        shown.event({"event": "done", **summary})
+        shown.show(
+            "",
+            facts([("written", summary["out"]), ("device", summary["device"])]),
+            next_command(f"lowbit generate {shlex.quote(str(folder))} 'Once upon a time'"),
+        )
