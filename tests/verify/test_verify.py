@@ -10,6 +10,7 @@ import torch
 from faults import FAULTS, Q_PROJ, delete_tensor, flip, load
 
 from lowbit import pipeline, verify
+from lowbit.checkpoint.sink import Sink
 from lowbit.errors import LowbitError
 from lowbit.recipe import Recipe
 
@@ -267,3 +268,30 @@ def test_a_tensor_that_was_lost_is_noticed(damaged):
     delete_tensor("model.norm.weight")(folder)
     report = verify.verify(folder, source, hash=False, forward=False)
     assert [fault.where for fault in report.failures] == ["model.norm.weight"]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_exchanged_files_are_found(build_llama, tmp_path, monkeypatch, check):
+    """Two shards trade places: each is intact, and not what the index says."""
+    monkeypatch.setitem(Sink.__init__.__kwdefaults__, "shard_bytes", 400_000)
+    source, folder = build_llama(tie_word_embeddings=False), tmp_path / "out"
+    pipeline.quantize(source, folder, Recipe(method="rtn", group=64))
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) >= 3
+    moved = set(header_names(shards[0]) + header_names(shards[1]))
+    assert verify.verify(folder, source, forward=False).ok
+    shards[0].rename(folder / "aside")
+    shards[1].rename(shards[0])
+    (folder / "aside").rename(shards[1])
+    switches, allowed = CHECKS[check]
+    if check == "numbers alone":
+        hide_source(folder)
+    report = verify.verify(folder, source if check == "numbers and source" else None, **switches)
+    found = {fault.where for fault in report.failures if fault.check in allowed}
+    assert found == ({shards[0].name, shards[1].name} if check == "hash" else moved)
+
+
+def header_names(file: Path) -> list[str]:
+    raw = file.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    return [name for name in header if name != "__metadata__"]
