@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -291,40 +292,62 @@ def load_calibration(source: Source, plan: Plan, device: torch.device) -> Calibr
 
 
 def solve_calibrated(job: Job, units: list[Unit], calibration: CalibrationRows) -> None:
-    """Solve and write the units whose layers lie in decoder blocks, block by block."""
+    """Solve and write the units whose layers lie in decoder blocks, block by block.
+
+    One worker packs and proves layers while the next ones are solved; all of a block is written before the
+    engine saves where it stands.
+    """
+    import torch
+
     from lowbit.blocks import Following, open_engine
 
     unit_of = {layer.name: unit for unit in units for layer in unit.layers}
     done = frozenset(name for name, unit in unit_of.items() if unit.name in job.sink.done)
-    waiting: dict[str, Solved] = defaultdict(lambda: Solved({}, []))
     for unit in units:
         if unit.name in job.sink.done:
             write_unit(job, unit, None)
-    with open_engine(
-        job.source,
-        job.plan.layers,
-        calibration.rows,
-        job.device,
-        following=Following(
-            target=getattr(solver_options(job.recipe, job.recipe.method), "correction", True)
-        ),
-        trust_remote_code=job.recipe.trust_remote_code,
-        check=check_finite,
-        state=job.sink.staging / "streams",
-        done=done,
-    ) as engine:
+    correction = getattr(solver_options(job.recipe, job.recipe.method), "correction", True)
+    with (
+        open_engine(
+            job.source,
+            job.plan.layers,
+            calibration.rows,
+            job.device,
+            following=Following(target=correction),
+            trust_remote_code=job.recipe.trust_remote_code,
+            check=check_finite,
+            state=job.sink.staging / "streams",
+            done=done,
+        ) as engine,
+        ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as worker,
+    ):
+        waiting: dict[str, Solved] = defaultdict(lambda: Solved({}, []))
+        proofs: deque[tuple[Unit, Future[bool]]] = deque()
+
+        def submit(layer: LayerPlan, quantized: QuantizedTensor, weight: Tensor) -> None:
+            unit = unit_of[layer.name]
+            if unit.name not in job.sink.done:
+                proofs.append((unit, worker.submit(prove, unit, layer, quantized, weight)))
+
+        def prove(unit: Unit, layer: LayerPlan, quantized: QuantizedTensor, weight: Tensor) -> bool:
+            solved = waiting[unit.name]
+            keep_layer(job, solved, layer, quantized, pack(quantized), weight)
+            return len(solved.rows) == len(unit.layers)
+
+        def write_proved(*, all: bool) -> None:
+            while proofs and (all or proofs[0][1].done()):
+                unit, proof = proofs.popleft()
+                if proof.result():
+                    write_unit(job, unit, waiting.pop(unit.name))
+
         for block in engine.blocks():
             for stage in block.stages():
                 for together in alike(stage.work()):
                     for work, layer, quantized in solve_together(job, together):
                         stage.replace(layer, dequantize(quantized))
-                        unit = unit_of[layer.name]
-                        if unit.name in job.sink.done:
-                            continue
-                        solved = waiting[unit.name]
-                        keep_layer(job, solved, layer, quantized, pack(quantized), work.weight)
-                        if len(solved.rows) == len(unit.layers):
-                            write_unit(job, unit, waiting.pop(unit.name))
+                        submit(layer, quantized, work.weight)
+                write_proved(all=False)
+            write_proved(all=True)
 
 
 def alike(works: Iterable[LayerWork]) -> Iterator[list[LayerWork]]:
