@@ -1,4 +1,4 @@
-"""Kernel configs beside a checkpoint: the untuned choice that quantize leaves, and what `lowbit tune` measures."""
+"""Kernel configs beside a checkpoint: the untuned choice of quantize, and what `lowbit tune` measures."""
 
 from __future__ import annotations
 

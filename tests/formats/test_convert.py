@@ -98,7 +98,7 @@ def test_manifest_card_and_side_files_state_the_new_format(quantized, tmp_path):
     assert manifest["layers"] == old["layers"]
     assert "compressed-tensors to gptq" in manifest["notes"][-1]
     listed = manifest["output"]["files"]
-    assert set(listed) | {"lowbit.json"} == {p.name for p in out.iterdir()}
+    assert set(listed) | {"lowbit.json", "lowbit_kernels.json"} == {p.name for p in out.iterdir()}
     for name, digest in listed.items():
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
     assert (out / "README.md").read_text() == model_card(manifest, SOURCE_CARD)

@@ -25,7 +25,7 @@ def tune(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Measure a few kernel configs for each kind of layer and keep the fastest right one beside the weights."""
+    """Measure a few kernel configs for each kind of layer; the fastest that is right stays in the folder."""
     from dataclasses import asdict
 
     from lowbit.tune import tune as run
