@@ -139,6 +139,49 @@ def test_a_checkpoint_of_another_tool_is_checked_against_its_source(written, tmp
     assert {fault.where for fault in report.failures} == {Q_PROJ}
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_compressed_tensors_itself_writes_is_accepted(build_llama, tmp_path, symmetric):
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+    from transformers import AutoModelForCausalLM
+
+    source = build_llama(dtype="float16", tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
+    args = QuantizationArgs(num_bits=4, symmetric=symmetric, strategy="group", group_size=32)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    apply_quantization_config(
+        model, QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"], format="pack-quantized")
+    )
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            groups = module.weight.float().view(module.weight.shape[0], -1, 32)
+            scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+            module.weight_scale.data.copy_(scale)
+            if not symmetric:
+                module.weight_zero_point.data.copy_(zero_point)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path / "out")
+    compressor.update_config(tmp_path / "out")
+    report = verify.verify(tmp_path / "out", source)
+    assert report.ok, report.failures
+    assert len(report.layers) == 14
+    assert all(layer.errors["step_error"] < 0.5 for layer in report.layers)
+    # without a manifest, what shows is that the weights are another layer's
+    file = load(tmp_path / "out", f"{Q_PROJ}.weight_packed")
+    words = file.array(f"{Q_PROJ}.weight_packed")
+    words[:] = words[::-1].copy()
+    file.save()
+    report = verify.verify(tmp_path / "out", source, forward=False)
+    assert {fault.where for fault in report.failures} == {Q_PROJ}
+
+
 def hide_source(folder: Path) -> None:
     path = folder / "lowbit.json"
     manifest = json.loads(path.read_text())
