@@ -113,6 +113,14 @@ def test_experts_whose_orientation_cannot_be_told_are_refused():
         make_plan(source(shapes, {"model_type": "new_moe", "hidden_size": 256}), Recipe())
 
 
+def test_fused_experts_that_do_not_halve_are_refused():
+    experts = {"model.layers.0.mlp.experts.gate_up_proj": (4, 385, 256)}
+    with pytest.raises(PlanError, match="385 rows are not gate_proj and up_proj"):
+        make_plan(llama(extra=experts), Recipe())
+    plan = make_plan(llama(extra=experts), Recipe(exclude=("gate_up_proj",)))
+    assert reasons(plan)["model.layers.0.mlp.experts.gate_up_proj"] == "excluded"
+
+
 def test_conv1d_is_transposed():
     shapes = {"h.0.attn.c_attn.weight": (256, 768), "h.0.mlp.c_proj.weight": (1024, 256)}
     plan = make_plan(source(shapes, {"model_type": "gpt2"}), Recipe())

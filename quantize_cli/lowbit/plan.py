@@ -306,6 +306,10 @@ def _expert_candidates(info: TensorInfo, config: dict[str, Any]) -> list[_Candid
         else (hidden_axis == 2) != hidden_is_input
     )
     n, k = (b, a) if transposed else (a, b)
+    if n % len(parts):
+        raise PlanError(
+            f"{info.name}: {n} rows are not {' and '.join(parts)} of one size; use --exclude {last}"
+        )
     step = n // len(parts)
     return [
         _Candidate(
