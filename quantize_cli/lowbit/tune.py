@@ -38,7 +38,7 @@ class Kind:
 
 def kinds(layers: Layers) -> list[Kind]:
     """The distinct kinds among layers, in order. fp32 models run in fp16: the fast kernels take 16 bits."""
-    found = {}
+    found: dict[Kind, None] = {}
     for (n, k), scheme in layers:
         act = "float16" if scheme.scale_dtype == "float32" else scheme.scale_dtype
         kind = Kind(n, k, scheme.bits, scheme.width(k), not scheme.symmetric, act)
