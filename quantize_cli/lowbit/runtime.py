@@ -10,6 +10,7 @@ right and slow. Weights stay packed on both.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.checkpoint.download import download
 from lowbit.checkpoint.formats import FORMATS, compressed_tensors, format_of
 from lowbit.device import pick_device
 from lowbit.errors import PlanError, SourceError
@@ -125,19 +127,21 @@ class QuantExperts(nn.Module):
 
 
 def load(
-    path: str | Path,
+    model: str | Path,
     *,
     device: str | torch.device = "auto",
     dtype: torch.dtype | None = None,
+    revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Return the transformers model of a folder that lowbit wrote, in any of its formats, ready to generate.
 
+    model: the folder, or a repository of the Hub that lowbit pushed; a local folder wins.
     device: as in `--device`.  dtype: of activations and unquantized weights; None takes the checkpoint's.
     Raises SourceError for a folder that is damaged or not quantized, PlanError for a model that transformers
     does not know or a layer that it keeps in a form this runtime does not know.
     """
-    folder = open_folder(path)
+    folder = open_folder(_local_folder(str(model), revision))
     if folder.faults:
         raise SourceError(f"{folder.path}: {folder.faults[0]}; run `lowbit verify {folder.path}`")
     if not folder.layers:
@@ -149,14 +153,22 @@ def load(
     view = DenseView(folder, dtype)
     skeleton = build_skeleton(view, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     _place_quantized(skeleton, view, device)
-    model: Any = skeleton.model
-    tied = model.all_tied_weights_keys
-    names = [name for name in model.state_dict() if name in skeleton.origins or name not in tied]
+    built: Any = skeleton.model
+    tied = built.all_tied_weights_keys
+    names = [name for name in built.state_dict() if name in skeleton.origins or name not in tied]
     load_tensors(skeleton, view, names, lambda name, stored: dtype, device)
-    model.tie_weights()
+    built.tie_weights()
     if (folder.path / "generation_config.json").is_file():
-        model.generation_config = type(model.generation_config).from_pretrained(folder.path)
-    return model
+        built.generation_config = type(built.generation_config).from_pretrained(folder.path)
+    return built
+
+
+def _local_folder(model: str, revision: str | None) -> Path:
+    """The folder itself, or that of a Hub repository in the local cache."""
+    path = Path(model).expanduser()
+    if path.exists() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) is None:
+        return path
+    return download(model, revision)
 
 
 def _use_tuned(file: Path, device: torch.device) -> None:

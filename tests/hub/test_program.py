@@ -24,20 +24,17 @@ def run(server, llama_folder, tmp_path):
         "HF_HOME": str(tmp_path / "home"),
     }
 
-    def start(*arguments):
-        command = [
-            sys.executable,
-            "-c",
-            "from lowbit.cli.app import main; main()",
-            "push",
-            str(out),
-            *arguments,
-        ]
+    def python(code, *arguments):
+        command = [sys.executable, "-c", code, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
         assert server.token not in done.stdout + done.stderr
         return done
 
-    return start
+    def push(*arguments):
+        return python("from lowbit.cli.app import main; main()", "push", str(out), *arguments)
+
+    push.python = python
+    return push
 
 
 def test_push_ends_with_the_address(run, server):
@@ -49,6 +46,19 @@ def test_push_ends_with_the_address(run, server):
     assert events[-1]["url"].startswith(f"{server.url}/me/m/commit/")
     assert server.repos["me/m"].private
     assert set(events[-1]["uploaded"]) == set(server.repos["me/m"].files("main"))
+
+
+LOAD = """
+import lowbit, torch
+model = lowbit.load("me/m", device="cpu")
+print("LOADED", model(torch.tensor([[1, 2, 3]])).logits.isfinite().all().item())
+"""
+
+
+def test_pushed_model_is_loaded_by_its_name(run, tmp_path):
+    assert run("me/m").returncode == 0
+    done = run.python(LOAD)
+    assert "LOADED True" in done.stdout, done.stderr
 
 
 def test_refusal_is_one_line_and_exit_2(run, server):
