@@ -160,6 +160,14 @@ def test_the_default_folder_has_a_name(model, name, tmp_path, monkeypatch):
     assert default_out(model, Recipe(bits=8, group=-1)) == Path(f"{name}-int8-row")
 
 
+def test_unlike_checkpoints_get_unlike_names():
+    usual = Recipe()
+    recipes = [Recipe(method=method, sym=sym) for method in ("rtn", "gptq") for sym in (True, False)]
+    names = {default_out("m", recipe).name for recipe in [*recipes, Recipe(method="hqq")]}
+    assert len(names) == 5
+    assert default_out("m", usual).name == "m-int4-g128" in names
+
+
 Q0 = "model.layers.0.self_attn.q_proj"
 
 

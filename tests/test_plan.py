@@ -151,6 +151,13 @@ def test_skip_takes_fused_siblings_along_and_error_names_the_layer():
         make_plan(source(shapes), Recipe(on_indivisible="error"))
 
 
+def test_who_cannot_load_zero_points_is_told_before_the_work():
+    (note,) = make_plan(llama(), Recipe(sym=False)).notes
+    assert "dequantize=True" in note
+    assert make_plan(llama(), Recipe(sym=True)).notes == ()
+    assert make_plan(llama(), Recipe(sym=False, format="awq")).notes == ()
+
+
 def test_nothing_quantized_is_a_failure():
     with pytest.raises(PlanError, match="14 linear layers: in_features 200 is not a multiple of 32"):
         make_plan(llama(hidden=200, intermediate=200), Recipe())

@@ -74,14 +74,7 @@ def quantize(
     device = pick_device(recipe.device)
     with open_source(str(model), trust_remote_code=recipe.trust_remote_code, revision=revision) as source:
         plan = make_plan(source, recipe)
-        on_event(events.PlanReady(plan))
-        for note in plan.notes:
-            on_event(events.Note(note))
-        if not HAS_TRITON:
-            on_event(events.Note("Triton is not installed: the kernel itself is not tried", level="warning"))
         calibration = load_calibration(source, plan, device)
-        for note in () if calibration is None else calibration.notes:
-            on_event(events.Note(note, level="warning"))
         units = make_units(plan, source.tensors)
         with Sink(
             out,
@@ -94,6 +87,15 @@ def quantize(
             resume=resume,
         ) as sink:
             source.start_sha256()
+            on_event(events.PlanReady(plan))
+            for note in plan.notes:
+                on_event(events.Note(note))
+            if not HAS_TRITON:
+                on_event(
+                    events.Note("Triton is not installed: the kernel itself is not tried", level="warning")
+                )
+            for note in () if calibration is None else calibration.notes:
+                on_event(events.Note(note, level="warning"))
             if sink.done:
                 on_event(events.Note(f"resuming: {len(sink.done)} tensors are already written"))
             on_event(events.Stage("quantize", total_bytes=plan.source_bytes))
@@ -114,12 +116,17 @@ def quantize(
 
 
 def default_out(model: str, recipe: Recipe) -> Path:
-    """The folder name that tells what it holds: smollm2-int4-g128, in the working directory."""
+    """The folder name that tells what it holds, in the working directory.
+
+    smollm2-int4-g128, and behind it the method and grid where they are not the usual ones: -rtn, -asym.
+    """
     path = Path(model)
     # "." and ".." are no names
     stem = (path.resolve() if path.name in ("", "..") else path).name.removesuffix(".gguf") or "model"
     group = "row" if recipe.group == -1 else f"g{recipe.group}"
-    return Path(f"{stem}-int{recipe.bits}-{group}")
+    method = "" if recipe.method == Recipe().method else f"-{recipe.method}"
+    grid = "" if recipe.symmetric == Recipe(method=recipe.method).symmetric else "-asym"
+    return Path(f"{stem}-int{recipe.bits}-{group}{method}{grid}")
 
 
 # ---- units: what is read, solved and written together
@@ -519,9 +526,11 @@ def summarize(
     worst = sorted(measured, key=lambda row: -row["errors"]["output_error"])[:5]
     return {
         "out": str(out),
+        "model": plan.model,
+        "calibrated": any(SOLVERS[row["method"]].needs_data for row in manifest["layers"]),
         "files": len(files),
         "source_bytes": plan.source_bytes,
-        "output_bytes": sum((out / name).stat().st_size for name in files),
+        "output_bytes": sum((out / name).stat().st_size for name in files if name.endswith(".safetensors")),
         "layers": len(plan.layers),
         "copied": len(plan.copies),
         "bits_per_weight": round(plan.bits_per_weight, 3),

@@ -184,7 +184,9 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
     _check_names(layers, copies, recipe)
     order = {name: i for i, name in enumerate(source.tensors)}
     copies.sort(key=lambda copy: order[copy.name])
-    plan = Plan(source.name, recipe, tuple(layers), tuple(copies), {}, source.notes + _notes(layers))
+    plan = Plan(
+        source.name, recipe, tuple(layers), tuple(copies), {}, source.notes + _notes(layers, recipe.format)
+    )
     # raises for a combination of layers that the format's config cannot state
     FORMATS[recipe.format].quantization_config(plan.layers, plan.dense_linears)
     return plan
@@ -497,12 +499,14 @@ def _nothing_left(copies: list[CopyPlan]) -> str:
     return f"no layer can be quantized ({count} linear layers: {reason}); try another --group or --include"
 
 
-def _notes(layers: list[LayerPlan]) -> tuple[str, ...]:
+def _notes(layers: list[LayerPlan], format: str) -> tuple[str, ...]:
     """What the user should know before starting."""
     notes = [
-        f"{count} layers: {reason}"
+        f"{count} {'layer' if count == 1 else 'layers'}: {reason}"
         for reason, count in Counter(layer.fallback for layer in layers if layer.fallback).items()
     ]
+    cautions = (FORMATS[format].caution(layer.scheme) for layer in layers)
+    notes += [f"{format}: {caution}" for caution in dict.fromkeys(cautions) if caution]
     conv1d = sum(layer.transposed and layer.expert is None for layer in layers)
     if conv1d:
         notes.append(f"{conv1d} Conv1D layers are stored as [out, in]; few engines load quantized Conv1D")

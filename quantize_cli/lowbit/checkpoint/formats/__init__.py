@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from lowbit.scheme import PackedTensor, QuantScheme
 
 
+def no_caution(scheme: QuantScheme) -> str | None:
+    """What formats say of schemes that every loader takes."""
+    return None
+
+
 def no_files(config: dict[str, Any]) -> dict[str, str]:
     """The extra files of formats that need none."""
     return {}
@@ -39,6 +44,7 @@ class Format:
     quantization_config(layers, dense linears): the entry of config.json.  read_config(that entry): its
     reverse, a function of (module name, class name) to the scheme, or None if the module is not quantized;
     SourceError if malformed.
+    caution(scheme): None, or what the user should know about who loads it.
     extra_files(quantization_config): files that loaders want beside config.json, name -> text.
     """
 
@@ -51,6 +57,7 @@ class Format:
     quantization_config: Callable[[Sequence[LayerPlan], Sequence[str]], dict[str, Any]]
     read_config: Callable[[dict[str, Any]], Callable[[str, str], QuantScheme | None]]
     extra_files: Callable[[dict[str, Any]], dict[str, str]] = no_files
+    caution: Callable[[QuantScheme], str | None] = no_caution
 
 
 FORMATS = {
@@ -63,6 +70,7 @@ FORMATS = {
         decode=compressed_tensors.decode,
         quantization_config=compressed_tensors.quantization_config,
         read_config=compressed_tensors.read_config,
+        caution=compressed_tensors.caution,
     ),
     "gptq": Format(
         name="gptq",

@@ -42,6 +42,13 @@ def accepts(scheme: QuantScheme) -> str | None:
     return None
 
 
+def caution(scheme: QuantScheme) -> str | None:
+    """Stored zero-points: transformers 5.24 with compressed-tensors 0.20 does not expect them by default."""
+    if scheme.symmetric:
+        return None
+    return "transformers loads zero-points in this format only with dequantize=True; awq it takes as it is"
+
+
 def accepts_layer(scheme: QuantScheme, n: int, k: int) -> str | None:
     """Every shape: words at the end of a row, or of a column of zero-points, are filled up."""
     return None

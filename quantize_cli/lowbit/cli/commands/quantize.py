@@ -95,7 +95,7 @@ def summary_view(summary: dict[str, Any]) -> list[RenderableType]:
     """What a finished run ends with: worst layers, notes, where, size, bits per weight, what to run now."""
     views: list[RenderableType] = [""]
     if summary["worst"]:
-        table = small_table("worst layers")
+        table = small_table("worst layers, on random tokens")
         table.add_column("layer", overflow="fold")
         for column in ("output error", "weight error", "SNR"):
             table.add_column(column, justify="right", no_wrap=True)
@@ -116,4 +116,10 @@ def summary_view(summary: dict[str, Any]) -> list[RenderableType]:
             ]
         )
     )
+    if summary["calibrated"]:
+        # what calibration gains shows on text only
+        views += [
+            "",
+            f"On text: lowbit eval {shlex.quote(summary['out'])} --source {shlex.quote(summary['model'])}",
+        ]
     return [*views, "", next_command(f"lowbit verify {shlex.quote(summary['out'])}")]
