@@ -300,7 +300,7 @@ def kernel_rows(
     """Ask lowbit_kernels.dispatch about every distinct shape and scheme, for a few numbers of tokens."""
     import torch
 
-    from lowbit_kernels import dispatch, fragment
+    from lowbit_kernels import dispatch
 
     arch = arch or dispatch.arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     shapes: dict[tuple[tuple[int, int], QuantScheme], int] = {}
@@ -309,7 +309,7 @@ def kernel_rows(
         shapes[key] = shapes.get(key, 0) + 1
     for ((n, k), scheme), count in shapes.items():
         # a GPU reorders the words once, when it loads them
-        stored = arch == "cpu" or fragment.refuses(scheme.width(k), k) is not None
+        order = "row" if arch == "cpu" else dispatch.order_of(scheme.width(k), k)
         for m in tokens:
             problem = dispatch.Problem(
                 bits=scheme.bits,
@@ -320,7 +320,7 @@ def kernel_rows(
                 n=n,
                 k=k,
                 arch=arch,
-                order="row" if stored else "fragment",
+                order=order,
             )
             refused = {name: why for name, why in dispatch.refusals(problem).items() if why is not None}
             config = dispatch.choose(problem) if len(refused) < len(dispatch.VARIANTS) else None

@@ -338,9 +338,11 @@ class KernelPoint:
 
 
 def kernel_points(table: dict[str, Any] | None) -> list[KernelPoint]:
-    """The measured rows of a table that lowbit tune wrote (lowbit_kernels.tables), in its order."""
+    """The measured rows of lowbit_kernels.json (see lowbit_kernels.tables), in its order; none if untuned."""
     points = []
     for row in (table or {}).get("rows", []):
+        if row["us"] is None:
+            continue
         problem = row["problem"]
         n, k, m = problem["n"], problem["k"], problem["m_bucket"]
         # codes, one 16-bit scale a group (and zero-point), activations in and out

@@ -10,10 +10,11 @@ import pytest
 
 from lowbit import evaluate, pipeline, report, verify
 from lowbit.errors import SourceError
+from lowbit.folder import KERNELS
 from lowbit.recipe import Recipe
 
 # as lowbit_kernels.tables.write_table writes them
-KERNELS = {
+TUNED = {
     "device": "NVIDIA H200",
     "arch": "sm_90",
     "date": "2026-11-29",
@@ -46,7 +47,7 @@ def page(build_llama, tmp_path_factory):
     pipeline.quantize(
         source, out, Recipe(group=64, rules=({"match": "re:.*0.self_attn.o_proj$", "bits": 4, "group": 256},))
     )
-    (out / report.KERNELS_FILE).write_text(json.dumps(KERNELS))
+    (out / KERNELS).write_text(json.dumps(TUNED))
     evaluate.evaluate(out, source, window=64, max_tokens=256).save(out)
     verified = verify.verify(out, source, forward=False)
     return out, report.report(out, verified=verified).read_text()
@@ -154,6 +155,21 @@ def test_experts_share_a_cell_and_the_worst_of_them_shows():
     assert "experts.7.up_proj: output error 40.0" in svg
 
 
+def test_an_untuned_table_is_called_that(page, tmp_path):
+    out, _ = page
+    table = {
+        "tuned": False,
+        "device": None,
+        "arch": "sm_90",
+        "rows": [row | {"us": None} for row in TUNED["rows"]],
+    }
+    folder = shutil.copytree(out, tmp_path / "out")
+    (folder / KERNELS).write_text(json.dumps(table))
+    html = report.report(folder).read_text()
+    assert "6 kernel configs for sm_90, not measured" in html
+    assert "Measured speed" not in html
+
+
 def test_a_folder_without_manifest_is_refused(page, tmp_path):
     out, _ = page
     folder = shutil.copytree(out, tmp_path / "out")
@@ -164,7 +180,7 @@ def test_a_folder_without_manifest_is_refused(page, tmp_path):
 
 def test_measured_kernels_become_points_under_a_roof(page):
     """4096 x 4096 at 4 bits, 8 microseconds: 8 MiB of codes, 256 KiB of scales, 16 KiB of activations."""
-    point = report.kernel_points(KERNELS)[0]
+    point = report.kernel_points(TUNED)[0]
     assert point.nbytes == 4096 * 4096 // 2 + 4096 * 32 * 2 + 2 * 2 * 4096
     assert point.gb_per_second == pytest.approx(point.nbytes / 8e-6 / 1e9)
     assert point.tflops == pytest.approx(2 * 4096 * 4096 / 8e-6 / 1e12)
