@@ -213,7 +213,9 @@ def _accepts_decode(problem: Problem) -> str | None:
 def _accepts_gemm(problem: Problem) -> str | None:
     if (reason := _accepts_fragments(problem)) is not None:
         return reason
-    if problem.m_bucket > 2048:
+    small = problem.n * problem.k <= SMALL
+    middling = small or 4096 < problem.n < 16384
+    if problem.m_bucket > 2048 or (problem.m_bucket > 512 and middling) or (problem.m_bucket > 128 and small):
         return f"{problem.m_bucket} tokens: a dense product of the dequantized weight is faster"
     return None
 
@@ -242,11 +244,13 @@ def _default_decode(problem: Problem) -> KernelConfig:
     few = problem.m_bucket <= 4
     tiles = -(-problem.k // TILE_K)
     if problem.n * problem.k <= SMALL and tiles <= 16:
-        return _decode(problem, 16, _floor_power(tiles), 1, min(4, _floor_power(tiles)))
+        slices = _floor_power(tiles)
+        return _decode(problem, 16, slices, 1, min(4 if problem.m_bucket <= 8 else 8, slices))
     large = problem.n * problem.k > 100 << 20
     block_n = (32 if large else 16) if few else (64 if large else 32)
-    ways = _floor_power(max(1, min(tiles, 1.4 * (3000 if few else 1600) * block_n / problem.n)))
-    if ways <= 8:
+    ways = _floor_power(max(1, min(tiles, (4200 if few else 2660) * block_n / problem.n)))
+    # slices of one program need no workspace, but more than four hold each other up
+    if ways <= (8 if few else 4):
         return _decode(problem, block_n, ways, 1, ways)
     return _decode(problem, block_n, 2, ways // 2, 2)
 
@@ -266,7 +270,7 @@ def _decode(problem: Problem, block_n: int, slices: int, split_k: int, num_warps
         num_stages=1,
         slices=slices,
         prefetch=few and steps > 1 and (steps >= 16 or slices == 8),
-        x_wide=not few,
+        x_wide=problem.m_bucket > 4 or (small and problem.m_bucket > 2),
         dependent=_dependent_launch(problem.arch) and small,
     )
 
@@ -288,27 +292,41 @@ def _decode_candidates(problem: Problem) -> tuple[KernelConfig, ...]:
 
 
 def _default_gemm(problem: Problem) -> KernelConfig:
-    """Up to 32 tokens narrow tiles and K split until 900 programs run; up to 128 tiles of 64 tokens; beyond,
-    128 tokens with scales on the weights, and K split only where tiles are few.
+    """Tiles by tokens, then by how many of them there are; K is split until enough programs run.
+
+    Up to 32 tokens the tile has them all; up to 128, tiles of 64 tokens (fewer for the latency of small layers);
+    beyond, 128 with scales on the weights.
     """
-    m, n = problem.m_bucket, problem.n
+    m, n, k = problem.m_bucket, problem.n, problem.k
+    if m <= 16:
+        programs = 1100 if k > 8192 else 600 if k < 8192 and n <= 16384 else 900
+        return _gemm(problem, 16, 64, 128, _split(problem, programs, 64, 16), 4, 3)
     if m <= 32:
-        return _gemm(problem, max(m, 16), 64, 128, _split(problem, 900, 64, max(m, 16)), 4, 3)
+        block_n = 128 if k > 2 * n else 64
+        return _gemm(problem, 32, block_n, 128, _split(problem, 450 if k < 8192 else 900, block_n, 32), 4, 3)
+    if m <= 64 and n <= 8192 and k < 8192:
+        return _gemm(problem, 32, 64, 128, _split(problem, 512, 64, 32, 512), 4, 3)
+    if m <= 64 and (n > 10240 or k > 16384):
+        return _gemm(problem, 64, 128, 128, _split(problem, 256, 128, 64), 8 if n > 10240 else 4, 3)
     if m <= 64:
-        wide = n >= 16384
-        return _gemm(problem, 64, 128 if wide else 64, 128, _split(problem, 450, 64, 64), 8 if wide else 4, 3)
-    if m == 128 and n < 16384:
-        block_n = 128 if problem.k > n or n > 10240 else 64
-        return _gemm(problem, 64, block_n, 128, _split(problem, 256, block_n, 64), 4, 3)
+        return _gemm(problem, 64, 64, 128, _split(problem, 450, 64, 64), 4, 3)
+    if m <= 128 and n <= 16384:
+        block_n = 128 if k > n or n > 10240 else 64
+        num_warps = 8 if block_n == 128 and n >= 8192 else 4
+        return _gemm(problem, 64, block_n, 128, _split(problem, 400, block_n, 64, 1024), num_warps, 3)
+    if m == 256 and n <= 4096:
+        return _gemm(problem, 64, 128, 128, _split(problem, 256, 128, 64), 8, 3)
+    if m in (256, 512) and k > 8192:
+        return _gemm(problem, 128, 128, 64, _split(problem, 256, 128, 128), 4, 3)
     if m <= 256 or (m <= 512 and n < 16384):
-        return _gemm(problem, 128, 64, 64, _split(problem, 128, 64, 128), 4, 3)
-    return _gemm(problem, 128, 128, 64, 1, 8, 3)
+        return _gemm(problem, 128, 64, 64, _split(problem, 400, 64, 128) if m <= 256 else 1, 4, 3)
+    return _gemm(problem, 128, 128, 64, 1, 4, 3)
 
 
-def _split(problem: Problem, programs: int, block_n: int, block_m: int) -> int:
-    """Slices of K that make about so many programs, a power of two up to 8."""
+def _split(problem: Problem, programs: int, block_n: int, block_m: int, least: int = 256) -> int:
+    """Slices of K that make at most so many programs: a power of two up to 8, of `least` inputs or more."""
     tiles = -(-problem.n // block_n) * -(-problem.m_bucket // block_m)
-    return min(8, _floor_power(max(1, min(programs / tiles, problem.k / 256))))
+    return min(8, _floor_power(max(1, min(programs / tiles, problem.k / least))))
 
 
 def _gemm(

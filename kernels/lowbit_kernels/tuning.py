@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .device import triton
 from .dispatch import VARIANTS, Problem, arch_of, bucket, refusals
 from .fragment import FragmentWeight, dequantize
 from .measure import clone, copies_for, random_weight, relative_error, time_graph
@@ -30,6 +31,9 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 # Largest relative error against fp32 of a config that may win: rounding y, and weights where they are scaled.
 TOLERANCE = {torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+# What a launch raises that does not fit the device, besides CUDA's own errors.
+FAILURES = (RuntimeError,) if triton is None else (RuntimeError, triton.errors.TritonError)
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def measure(
                 rejected += 1
                 continue
             us = time_graph(lambda i: run(x, weights[i], None, out, config), len(weights), milliseconds)  # noqa: B023
-        except RuntimeError:
+        except FAILURES:
             rejected += 1
             continue
         if best is None or us < best[0]:
@@ -204,7 +208,7 @@ def _compile(jobs: list[tuple[Shape, int, KernelConfig]]) -> None:
         out = torch.empty(m, shape.n, dtype=shape.act, device="cuda")
         try:
             VARIANTS[config.variant].launch(x, weights[shape], None, out, config)
-        except RuntimeError:
+        except FAILURES:
             # measure() meets it again and counts it
             continue
     torch.cuda.synchronize()

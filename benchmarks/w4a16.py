@@ -1,0 +1,244 @@
+"""W4A16 products side by side: cuBLAS fp16, lowbit tuned and untuned, Marlin, GemLite, tinygemm.
+
+    python benchmarks/w4a16.py benchmarks/results/w4a16-h200.json [--table kernels/.../tuned/h200.json]
+
+Every column multiplies the same random 4-bit weights (symmetric, group 128) by the same fp16 activations, is
+checked against float64 (rel_err is ours), and is timed as a CUDA graph over copies of its weight that together
+exceed three times the L2 cache: microseconds, medians. `lowbit` is the fastest config that tuning finds, so it
+is chosen and reported on equal measurements; `untuned` is dispatch's rule. Columns of one row follow each
+other in one process. --compile only fills Triton's cache. Then come rows for other grids and bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rivals import RIVALS, Codes
+
+from lowbit_kernels.dispatch import VARIANTS, rule
+from lowbit_kernels.fragment import FragmentWeight, dequantize
+from lowbit_kernels.layout import unfragment_words
+from lowbit_kernels.measure import copies_for, read_floor, relative_error, time_graph
+from lowbit_kernels.tables import write_table
+from lowbit_kernels.tuning import TOKENS, Shape, _copies, candidates, measure, precompile, stamp
+
+SHAPES = [
+    Shape(57344, 8192),
+    Shape(8192, 28672),
+    Shape(10240, 8192),
+    Shape(28672, 4096),
+    Shape(14336, 4096),
+    Shape(4096, 14336),
+    Shape(6144, 4096),
+    Shape(4096, 4096),
+    Shape(2048, 2048),
+]
+
+# What may cost more than the first: zero-points, bf16, smaller groups, other widths.
+VARIATIONS = {
+    "fp16": {},
+    "zero": {"zero": torch.uint8},
+    "float zero": {"zero": torch.float16},
+    "bf16": {"act": torch.bfloat16},
+    "group 64": {"group_size": 64},
+    "group 32": {"group_size": 32},
+    "2 bits": {"bits": 2},
+    "8 bits": {"bits": 8},
+}
+VARIED_SHAPES = [Shape(28672, 4096), Shape(4096, 4096)]
+VARIED_TOKENS = (1, 8, 16, 256)
+
+
+def jobs() -> list[tuple[Shape, int, Any]]:
+    """Everything of ours that is launched, for compiling beforehand."""
+    found = [(s, m, config) for s in SHAPES for m in TOKENS for config in candidates(s.problem(m))]
+    for shape in VARIED_SHAPES:
+        for changes in VARIATIONS.values():
+            varied = replace(shape, **changes)
+            found += [(varied, m, rule(varied.problem(m))) for m in VARIED_TOKENS]
+    return found
+
+
+def compile_gemlite(share: list[tuple[int, int, int]]) -> None:
+    for n, k, m in share:
+        rival = RIVALS["gemlite"]()
+        rival.make(plain(Shape(n, k).weight()))
+        rival.call(torch.zeros(m, k, dtype=torch.float16, device="cuda"), 0)
+    torch.cuda.synchronize()
+
+
+def plain(weight: FragmentWeight) -> Codes:
+    """The same weight as codes and [N, G] scales."""
+    scale = weight.scale[:, : weight.out_features].t().contiguous()
+    return Codes(unfragment_words(weight.words, weight.layout), scale)
+
+
+def rival_times(
+    weight: FragmentWeight, xs: dict[int, torch.Tensor], truth: dict[int, Any]
+) -> dict[str, dict]:
+    """Microseconds by rival and tokens; None where it cannot run or is wrong."""
+    times: dict[str, dict[int, float | None]] = {}
+    for name, rival in RIVALS.items():
+        times[name] = dict.fromkeys(xs)
+        try:
+            column = rival()
+            column.make(plain(weight))
+        except (RuntimeError, ImportError, OSError) as e:
+            print(f"  {name}: {e}")
+            continue
+        for m, x in xs.items():
+            if m > column.largest_m:
+                continue
+            given = x.bfloat16() if name == "tinygemm" else x
+            try:
+                column.call(given, 0)
+                error = relative_error(column.call(given, 0), truth[m])
+                if error < 2e-2:
+                    times[name][m] = time_graph(lambda i: column.call(given, i), column.copies, 4.0)  # noqa: B023
+            except RuntimeError as e:
+                print(f"  {name}, {m} tokens: {e}")
+        del column
+        torch.cuda.empty_cache()
+    return times
+
+
+def rows_of(shape: Shape, deadline: float) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Rows of the results file for one shape, and of the table."""
+    weight = shape.weight()
+    weights = _copies(weight)
+    dense32 = dequantize(weight, torch.float32)
+    floor = read_floor(weight.nbytes)
+    half = dense32.half()
+    halves = [half, *(half.clone() for _ in range(copies_for(half.nbytes) - 1))]
+    rows, tuned, xs, truth = [], [], {}, {}
+    for m in TOKENS:
+        if time.monotonic() > deadline:
+            break
+        generator = torch.Generator(device="cuda").manual_seed(m)
+        x = torch.randn(m, shape.k, device="cuda", generator=generator).half()
+        # fp32 beyond 64 tokens: its error is a thousandth of what is measured
+        truth[m] = x.double() @ dense32.double().t() if m <= 64 else x.float() @ dense32.t()
+        xs[m] = x
+        problem = shape.problem(m)
+        best = measure(shape, m, weights, dense32, candidates(problem))
+        tuned.append((problem, best.config, best.us, best.rel_err))
+        out = torch.empty(m, shape.n, dtype=torch.float16, device="cuda")
+        untuned, run = rule(problem), VARIANTS
+        us = time_graph(
+            lambda i: run[untuned.variant].launch(x, weights[i], None, out, untuned),
+            len(weights),
+            4.0,  # noqa: B023
+        )
+        fp16 = time_graph(lambda i: torch.mm(x, halves[i].t(), out=out), len(halves), 4.0)  # noqa: B023
+        VARIANTS[best.config.variant].launch(x, weight, None, out, best.config)
+        row = {"n": shape.n, "k": shape.k, "m": m, "floor_us": floor, "fp16_us": fp16, "lowbit_us": best.us}
+        row |= {"untuned_us": us, "rel_err": relative_error(out, truth[m]), "config": asdict(best.config)}
+        rows.append(row | {"rejected": best.rejected})
+    del halves
+    torch.cuda.empty_cache()
+    for name, times in rival_times(weight, xs, truth).items():
+        for row in rows:
+            row[f"{name}_us"] = times[row["m"]]
+    return rows, tuned
+
+
+def varied_rows() -> list[dict[str, Any]]:
+    rows = []
+    for shape in VARIED_SHAPES:
+        for name, changes in VARIATIONS.items():
+            varied = replace(shape, **changes)
+            weights = _copies(varied.weight())
+            dense = dequantize(weights[0], torch.float32)
+            for m in VARIED_TOKENS:
+                found = measure(varied, m, weights, dense, [rule(varied.problem(m))])
+                rows.append(
+                    {
+                        "n": shape.n,
+                        "k": shape.k,
+                        "m": m,
+                        "what": name,
+                        "us": found.us,
+                        "rel_err": found.rel_err,
+                    }
+                )
+            del weights, dense
+    return rows
+
+
+def rounded(row: dict[str, Any]) -> dict[str, Any]:
+    digits = {key: round(value, 2) for key, value in row.items() if key.endswith("us") and value is not None}
+    return row | digits | {"rel_err": float(f"{row['rel_err']:.3g}")}
+
+
+def save(
+    path: Path, header: dict[str, Any], rows: list[dict[str, Any]], varied: list[dict[str, Any]]
+) -> None:
+    parts = [f' "{key}": {json.dumps(value)}' for key, value in header.items()]
+    for key, listed in (("rows", rows), ("variations", varied)):
+        lines = ",\n  ".join(json.dumps(rounded(row)) for row in listed)
+        parts.append(f' "{key}": [\n  {lines}\n ]')
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--seconds", type=float, default=600, help="shapes not begun by then are left out")
+    arguments = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    start = time.monotonic()
+    if arguments.compile:
+        processes = min(os.cpu_count() or 1, 16)
+        gemlite = []
+        if "gemlite" in RIVALS:
+            from rivals import GEMLITE_SHAPES
+
+            gemlite = [(n, k, m) for n, k in sorted(GEMLITE_SHAPES) for m in TOKENS if m <= 64]
+        with multiprocessing.get_context("spawn").Pool(processes // 2) as pool:
+            waiting = pool.map_async(
+                compile_gemlite, [gemlite[i :: processes // 2] for i in range(processes // 2)]
+            )
+            precompile(jobs(), processes)
+            try:
+                waiting.get()
+            except Exception as e:
+                print(f"gemlite: {e!r}")
+        print(f"compiled in {time.monotonic() - start:.1f} s")
+        return
+    rows, tuned = [], []
+    triton_version = __import__("triton").__version__
+    header = stamp() | {"triton": triton_version, "read_gb_s": 2**30 / read_floor(2**30) / 1e3}
+    for shape in SHAPES:
+        if time.monotonic() - start > arguments.seconds:
+            print(f"no time for {shape.n} x {shape.k}")
+            continue
+        found, configs = rows_of(shape, start + arguments.seconds)
+        rows += found
+        tuned += configs
+        for row in found:
+            times = {key[:-3]: round(v, 1) for key, v in row.items() if key.endswith("_us") and v is not None}
+            print(shape.n, shape.k, row["m"], times, f"{row['fp16_us'] / row['lowbit_us']:.2f}x", flush=True)
+        save(arguments.results, header, rows, [])
+        if arguments.table:
+            write_table(arguments.table, stamp(), tuned)
+        torch.cuda.empty_cache()
+        print(f"  {time.monotonic() - start:.0f} s", flush=True)
+    varied = varied_rows()
+    for row in varied:
+        print(row)
+    save(arguments.results, header, rows, varied)
+    print(f"done in {time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
