@@ -5,7 +5,7 @@
                thread_n, sms, max_par), a wrapper around marlin_cuda(), and MARLIN_PY its marlin/__init__.py,
                whose permutations are used. On an H200 with nvcc 13.0 the cp.async with a cache hint had to be
                replaced by the plain one; the original ends in an illegal instruction.
-    gemlite    if it can be imported; with the H100 configs that it ships, which an H200 does not load by itself
+    gemlite    if it can be imported; with the H100 configs that it ships, which an H200 does not load alone
     tinygemm   in torch; bf16 activations
 
 A rival is a class with make(problem), which builds `copies` weights, and call(x, i) -> [M, N].
@@ -55,7 +55,8 @@ class Marlin:
         # the extension module that marlin/__init__.py wants is not needed for its tables
         sys.modules.setdefault("marlin_cuda", types.ModuleType("marlin_cuda"))
         spec = importlib.util.spec_from_file_location("marlin_tables", os.environ["MARLIN_PY"])
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         self.tables: Any = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.tables)
 

@@ -294,7 +294,7 @@ def _decode_candidates(problem: Problem) -> tuple[KernelConfig, ...]:
 def _default_gemm(problem: Problem) -> KernelConfig:
     """Tiles by tokens, then by how many of them there are; K is split until enough programs run.
 
-    Up to 32 tokens the tile has them all; up to 128, tiles of 64 tokens (fewer for the latency of small layers);
+    Up to 32 tokens the tile has them all; up to 128, tiles of 64 tokens, or of 32 where layers are small;
     beyond, 128 with scales on the weights.
     """
     m, n, k = problem.m_bucket, problem.n, problem.k

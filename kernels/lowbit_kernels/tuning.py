@@ -90,7 +90,7 @@ def tune(
         precompile(jobs, count)
     rows = []
     for shape in shapes:
-        weights = _copies(shape.weight())
+        weights = copies_of(shape.weight())
         dense = dequantize(weights[0], torch.float32)
         for m in tokens:
             row = measure(shape, m, weights, dense, candidates(shape.problem(m)))
@@ -214,5 +214,6 @@ def _compile(jobs: list[tuple[Shape, int, KernelConfig]]) -> None:
     torch.cuda.synchronize()
 
 
-def _copies(weight: FragmentWeight) -> list[FragmentWeight]:
+def copies_of(weight: FragmentWeight) -> list[FragmentWeight]:
+    """As many copies as keep L2 cold when they are used in turn, weight first."""
     return [weight, *(clone(weight) for _ in range(copies_for(weight.nbytes) - 1))]
