@@ -30,8 +30,8 @@ TOKENS = (1, 8, 16, 64, 256, 1024)
 class BenchRow:
     """One product y [m, n] = x [m, k] Wᵀ, in microseconds.
 
-    dense_us: torch.mm, the weight in x's dtype.  us: the config that choose() takes.  plain_us: the simple kernel
-    on stored words.  floor_us: reading the packed weight and nothing else.  None: wrong or refused.
+    dense_us: torch.mm, the weight in x's dtype.  us: the config that choose() takes.  plain_us: the simple
+    kernel on stored words.  floor_us: reading the packed weight and nothing else.  None: wrong or refused.
     """
 
     n: int

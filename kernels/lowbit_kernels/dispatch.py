@@ -270,7 +270,9 @@ def _decode(problem: Problem, block_n: int, slices: int, split_k: int, num_warps
         num_stages=1,
         slices=slices,
         prefetch=few and steps > 1 and (steps >= 16 or slices == 8),
-        x_wide=problem.m_bucket > 4 or (small and problem.m_bucket > 2),
+        # an exchange of x a block: with smaller groups it costs more than the narrow loads
+        x_wide=_block_k(problem, TILE_K) == TILE_K
+        and (problem.m_bucket > 4 or (small and problem.m_bucket > 2)),
         dependent=_dependent_launch(problem.arch) and small,
     )
 
