@@ -13,6 +13,7 @@ They were fitted to the search in benchmarks/NOTES.md and need no measurement on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -162,6 +163,7 @@ _installed: dict[Problem, KernelConfig] = {}
 def install(configs: dict[Problem, KernelConfig]) -> None:
     """Let choose() prefer these configs, such as those that tables.read_table() found in a model's folder."""
     _installed.update(configs)
+    choose.cache_clear()
 
 
 def _device_name() -> str | None:
@@ -184,6 +186,7 @@ def refusals(problem: Problem) -> dict[str, str | None]:
     return {name: variant.accepts(problem) for name, variant in VARIANTS.items()}
 
 
+@functools.cache
 def choose(problem: Problem) -> KernelConfig:
     """The config of a tuned table, or else the rule of the first variant that accepts.
 

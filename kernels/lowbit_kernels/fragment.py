@@ -1082,6 +1082,7 @@ def _power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
+@functools.cache
 def _target(device: torch.device) -> tuple[str, int | str, int]:
     """Backend, architecture and warp size that kernels compile for; ("cpu", 0, 0) where interpreted."""
     if device.type == "cpu":

@@ -48,7 +48,7 @@ def read_table(path: Path, device: str | None) -> tuple[dict[Problem, KernelConf
         stamp = table["device"], table["triton"], table["kernels"]
     except OSError as e:
         return {}, f"{path}: {e.strerror}"
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         return {}, f"{path}: not a table of kernel configs ({type(e).__name__}: {e})"
     here = device, _version("triton"), kernel_hash()
     for name, found, wanted in zip(("device", "Triton", "kernels"), stamp, here, strict=True):
