@@ -15,7 +15,7 @@ from lowbit import events
 from lowbit.checkpoint.formats import FORMATS, Format, format_of
 from lowbit.checkpoint.sink import Sink
 from lowbit.errors import GateError, PlanError, RecipeError, SourceError
-from lowbit.folder import INDEX, KERNELS, MANIFEST, Folder, open_folder
+from lowbit.folder import INDEX, KERNELS, MANIFEST, Folder, open_quantized
 from lowbit.hub import restate_card
 from lowbit.plan import LayerPlan
 
@@ -43,7 +43,7 @@ def convert(
     """
     if format not in FORMATS:
         raise RecipeError(f"--format {format}: use one of {', '.join(FORMATS)}")
-    folder = open_folder(path)
+    folder = open_quantized(path, "convert")
     if folder.faults:
         raise SourceError(f"{folder.path}: {folder.faults[0]}; run `lowbit verify {folder.path}`")
     if folder.manifest is None or not folder.layers:

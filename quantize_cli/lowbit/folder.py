@@ -217,6 +217,19 @@ def open_folder(path: str | Path) -> Folder:
     return Folder(path, config, manifest, entries, layers, format, scheme_of, tuple(faults))
 
 
+def open_quantized(path: str | Path, command: str) -> Folder:
+    """Return open_folder(path), if anything in the folder says that it was ever quantized: a manifest, a
+    quantization_config, packed tensors, or a config.json that cannot be read.
+
+    Raises SourceError, naming the command, if nothing does.
+    """
+    folder = open_folder(path)
+    claims = "quantization_config" in folder.config or (folder.path / MANIFEST).exists()
+    if not claims and not any(fault.where == "config.json" for fault in folder.faults):
+        raise SourceError(f"{path}: not quantized; {command} takes a folder that lowbit quantize wrote")
+    return folder
+
+
 def read_span(path: Path, info: TensorInfo) -> Tensor:
     """Return the bytes of one tensor as uint8, in fresh memory."""
     data = allocate(info.nbytes)

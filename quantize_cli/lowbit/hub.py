@@ -25,7 +25,7 @@ import yaml
 
 from lowbit import events
 from lowbit.errors import GateError, HubError, LowbitError
-from lowbit.folder import KERNELS, MANIFEST
+from lowbit.folder import KERNELS, MANIFEST, open_quantized
 from lowbit.scheme import QuantScheme
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def push(
     Returns repo, files, bytes, uploaded, deleted, url and pull_request.
     Raises HubError, one line, for everything that the Hub or the network refuses.
     """
-    folder = Path(folder)
+    folder = open_quantized(folder, "push").path
     digests = _listed_files(folder)
     (check or _verify)(folder)
     sizes = {name: (folder / name).stat().st_size for name in digests}

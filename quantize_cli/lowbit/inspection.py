@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.errors import SourceError
-from lowbit.folder import Folder, StoredLayer, open_folder
+from lowbit.folder import Folder, StoredLayer, open_quantized
 from lowbit.scheme import QuantScheme
 
 # linears that engines split along their inputs, each rank holding whole groups
@@ -94,9 +94,9 @@ def inspect(path: str | Path, *, kernels: bool = False, arch: str | None = None)
     the device at hand.
     Raises SourceError if path is not a checkpoint folder or is not quantized.
     """
-    folder = open_folder(path)
+    folder = open_quantized(path, "inspect")
     if folder.format is None:
-        raise SourceError(f"{path}: not quantized; inspect takes the folder that lowbit quantize wrote")
+        raise SourceError(f"{path}: config.json has no quantization_config; run `lowbit verify {path}`")
     degree, limit = tensor_parallel(folder)
     packed = sum(layer.nbytes for layer in folder.layers.values())
     total = sum(info.nbytes for info in folder.entries.values())

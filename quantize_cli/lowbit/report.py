@@ -23,7 +23,7 @@ import numpy as np
 from lowbit.checkpoint.source import Source
 from lowbit.errors import SourceError
 from lowbit.evaluate import RESULT_FILE
-from lowbit.folder import KERNELS, DenseView, Folder, open_folder
+from lowbit.folder import KERNELS, DenseView, Folder, open_quantized
 from lowbit.inspection import summarize, tensor_parallel
 from lowbit.verify import VerifyReport, reach_source, source_weight
 
@@ -76,7 +76,7 @@ def report(
         import matplotlib  # noqa: F401
     except ImportError as e:
         raise SourceError(f"report needs {e.name}; run `pip install 'lowbit[report]'`") from None
-    folder = open_folder(path)
+    folder = open_quantized(path, "report")
     if folder.manifest is None:
         raise SourceError(f"{path}: no lowbit.json; report takes the folder that lowbit quantize wrote")
     rows = layer_rows(folder.manifest, verified)

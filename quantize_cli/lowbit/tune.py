@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lowbit.errors import RecipeError
-from lowbit.folder import KERNELS, open_folder
+from lowbit.folder import KERNELS, open_quantized
 from lowbit.scheme import QuantScheme
 from lowbit_kernels import tuning
 from lowbit_kernels.dispatch import arch_of, choose, order_of
@@ -77,7 +77,7 @@ def tune(
         raise RecipeError(
             "tune measures on a GPU and torch sees none here; run it where the model will serve"
         )
-    folder = open_folder(path)
+    folder = open_quantized(path, "tune")
     found = kinds((layer.shape, layer.scheme) for layer in folder.layers.values())
     shapes = [
         tuning.Shape(

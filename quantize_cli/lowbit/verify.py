@@ -46,7 +46,7 @@ from lowbit.folder import (
     as_tensor,
     decode,
     for_kernel,
-    open_folder,
+    open_quantized,
 )
 from lowbit.scheme import QuantizedTensor, QuantScheme
 from lowbit.validate import KERNEL_TOLERANCE, LayerErrors, complaints, kernel_error, measure, move
@@ -135,10 +135,10 @@ def verify(
     """Check a checkpoint folder. Every finding is in the report; report.ok says that there was none.
 
     source: the model it was made from; None takes the manifest's if it lies on this machine.
-    Raises SourceError if path is not a checkpoint folder or the given source cannot be opened.
+    Raises SourceError if path is not a quantized folder or the given source cannot be opened.
     """
     started = time.monotonic()
-    folder = open_folder(path)
+    folder = open_quantized(path, "verify")
     faults = [*folder.faults, *check_structure(folder), *check_config(folder)]
     checks = {"structure": "ok", "config": "ok", "hash": "ok", "numbers": "ok", "kernel": "ok"}
     layers: list[LayerCheck] = []

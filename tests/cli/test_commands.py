@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,34 @@ def test_a_folder_that_is_not_there_exits_2_with_one_line(command: str, lowbit: 
     assert ran.out == ""
     assert ran.err.startswith("lowbit: error: /nowhere/folder: ")
     assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["verify"], ["inspect"], ["report"], ["convert", "--format", "gptq"], ["push", "me/m"]],
+    ids=lambda args: args[0],
+)
+def test_a_model_that_is_not_quantized_exits_2_with_one_line(
+    args: list[str], original: Path, lowbit: Callable
+) -> None:
+    command, *rest = args
+    ran = lowbit(command, original, *rest)
+    assert ran.code == 2
+    assert ran.out == ""
+    message = f"not quantized; {command} takes a folder that lowbit quantize wrote"
+    assert ran.err == f"lowbit: error: {original}: {message}\n"
+
+
+def test_a_quantized_folder_that_lost_its_marks_is_still_judged(
+    written: Path, tmp_path: Path, lowbit: Callable
+) -> None:
+    folder = tmp_path / "bare"
+    shutil.copytree(written, folder)
+    (folder / "lowbit.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert lowbit("verify", folder, "--quiet", "--no-forward").code == 1
 
 
 def test_push_dry_run_lists_and_needs_no_network(written: Path, lowbit: Callable) -> None:

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from lowbit import events, hub
-from lowbit.errors import GateError, HubError
+from lowbit.errors import GateError, HubError, SourceError
 from lowbit.pipeline import quantize
 from lowbit.recipe import make_recipe
 from lowbit.verify import verify
@@ -243,6 +243,10 @@ def test_listed_but_absent_file_is_named(server, folder):
 
 
 def test_folder_without_manifest_is_refused(server, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SourceError, match="not quantized; push takes"):
+        push(server, tmp_path)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
     with pytest.raises(HubError, match=r"lowbit\.json"):
         push(server, tmp_path)
 
