@@ -462,8 +462,6 @@ def _first_two_unlike(members: dict[str, str]) -> tuple[tuple[str, str], tuple[s
 
 def _check_supported(layers: list[LayerPlan], recipe: Recipe) -> None:
     """Refuse what the solver or the format cannot take, with their own reasons."""
-    if recipe.format not in FORMATS:
-        raise RecipeError(f"--format {recipe.format!r} is unknown; use one of {', '.join(FORMATS)}")
     accepts: Callable[[QuantScheme], str | None] = FORMATS[recipe.format].accepts
     for layer in layers:
         if layer.method not in SOLVERS:

@@ -15,8 +15,9 @@ Flags win over the file; the first rule that matches a layer wins over the top-l
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -25,6 +26,7 @@ from lowbit.errors import RecipeError
 from lowbit.scheme import BITS, GROUP_SIZES
 
 Method = Literal["rtn", "hqq", "gptq"]
+FormatName = Literal["compressed-tensors", "gptq", "gptq-v2", "awq"]
 OnIndivisible = Literal["smaller-group", "skip", "error"]
 
 
@@ -88,7 +90,7 @@ class Recipe(_Keys):
     bits: int = 4
     group: int = 128
     sym: bool | None = None
-    format: str = "compressed-tensors"
+    format: FormatName = "compressed-tensors"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     on_indivisible: OnIndivisible = "smaller-group"
@@ -151,8 +153,24 @@ def make_recipe(file: str | Path | None = None, **given: Any) -> Recipe:
         return Recipe(**keys)
     except ValidationError as e:
         first = e.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "recipe"
-        reason = {"extra_forbidden": "unknown key"}.get(
-            first["type"], first["msg"].removeprefix("Value error, ")
-        )
-        raise RecipeError(f"{file or 'options'}: {where}: {reason} (got {first['input']!r})") from None
+        key = ".".join(map(str, first["loc"])) or "recipe"
+        flag = first["loc"] and given.get(str(first["loc"][0])) is not None
+        where = f"--{first['loc'][0]}".replace("_", "-") if flag else f"{file}: {key}"
+        raise RecipeError(f"{where}: {_reason(first)}") from None
+
+
+def _reason(error: Any) -> str:
+    """What is wrong with a key, in words that say what to do."""
+    got = error["input"]
+    match error["type"]:
+        case "extra_forbidden":
+            known = Rule.model_fields if error["loc"][0] == "rules" else Recipe.model_fields
+            near = get_close_matches(str(error["loc"][-1]), known, n=1)
+            return f"unknown key{f'; did you mean {near[0]}?' if near else ''} (got {got!r})"
+        case "literal_error":
+            names = error["ctx"]["expected"].replace("'", "")
+            if error["loc"][-1] == "method" and got in get_args(FormatName):
+                return f"{got} is a --format; use {names} for the method"
+            return f"use {names} (got {got!r})"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"{message} (got {got!r})"

@@ -11,7 +11,7 @@ from lowbit.checkpoint.formats import FORMATS
 from lowbit.cli import options
 from lowbit.cli.app import app
 from lowbit.cli.options import RECIPE_FLAGS
-from lowbit.recipe import Method, OnIndivisible, Recipe
+from lowbit.recipe import FormatName, Method, OnIndivisible, Recipe
 from lowbit.scheme import BITS, GROUP_SIZES
 
 # Keys that only a recipe file can hold: they have structure.
@@ -63,6 +63,10 @@ def test_help_tells_the_recipes_default(key: str) -> None:
 )
 def test_help_tells_every_choice(key: str, names: tuple[object, ...]) -> None:
     assert [name for name in names if str(name) not in option(key).help.rpartition("[dim]")[0]] == []
+
+
+def test_a_recipe_takes_every_format_of_the_table() -> None:
+    assert get_args(FormatName) == tuple(FORMATS)
 
 
 def test_the_default_grid_in_words_is_the_recipes() -> None:
