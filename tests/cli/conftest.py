@@ -39,7 +39,7 @@ def lowbit(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
 
     def run(*args: object) -> Ran:
         capsys.readouterr()
-        code = exit_code(lambda: app([str(arg) for arg in args], prog_name="lowbit"))
+        code = exit_code(lambda: app([str(arg) for arg in args], prog_name="lowbit", standalone_mode=False))
         captured = capsys.readouterr()
         return Ran(code, captured.out, captured.err)
 

@@ -104,18 +104,19 @@ def test_dry_run_is_plan(llama_folder: Path, lowbit: Callable) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--bits", "5"], ["bits", "2, 3, 4, 8"]),
-        (["--group", "100"], ["group", "32, 64, 128, 256, -1"]),
-        (["--method", "magic"], ["method", "rtn"]),
+        (["--bits", "5"], ["error: --bits: use one of 2, 3, 4, 8 (got 5)"]),
+        (["--group", "100"], ["error: --group: ", "32, 64, 128, 256, -1"]),
+        (["--method", "magic"], ["error: --method: use rtn, hqq or gptq (got 'magic')"]),
+        (["--method", "awq"], ["error: --method: awq is a --format"]),
         (["--format", "gguf"], ["gguf", "compressed-tensors"]),
         (["--exclude", "re:.*router.*"], ["re:.*router.*"]),
-        (["--include", "re:("], ["re:("]),
-        (["--on-indivisible", "never"], ["on_indivisible"]),
+        (["--include", "re:("], ["error: --include: ", "re:("]),
+        (["--on-indivisible", "never"], ["error: --on-indivisible: use smaller-group, skip or error"]),
         (["--recipe", "/nowhere/recipe.yaml"], ["/nowhere/recipe.yaml"]),
         (["--exclude", "re:.*"], ["no layer", "excluded"]),
         (["--device", "tpu"], ["--device", "tpu", "cpu"]),
         (["--device", "cuda:99"], ["--device", "cuda:99"]),
-        (["--samples", "0"], ["samples"]),
+        (["--samples", "0"], ["error: --samples: must be greater than or equal to 1 (got 0)"]),
     ],
     ids=str,
 )
@@ -131,14 +132,32 @@ def test_bad_flags_exit_2_with_one_line(
 
 
 @pytest.mark.parametrize(
-    "args",
-    [["plan"], ["plan", "x", "--bits", "four"], ["nonsense"], ["plan", "x", "--nonsense"]],
-    ids=" ".join,
+    ("args", "says"),
+    [
+        ("plan", "missing argument"),
+        ("plan x --bits four", "--bits: must be a valid integer; see lowbit plan --help"),
+        ("plan x --bits", "--bits: requires an argument"),
+        ("plan x y", "extra argument"),
+        ("eval x --window 1", "--window: "),
+        ("nonsense", "no such command 'nonsense'; see lowbit --help"),
+        ("plan x --nonsense", "no such option: --nonsense"),
+    ],
 )
-def test_usage_errors_exit_2(args: list[str], lowbit: Callable) -> None:
-    ran = lowbit(*args)
+def test_usage_errors_are_one_line_and_exit_2(args: str, says: str, lowbit: Callable) -> None:
+    ran = lowbit(*args.split())
     assert ran.code == 2
     assert ran.out == ""
+    assert ran.err.startswith("lowbit: error: ")
+    assert says in ran.err
+    assert "--help" in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_without_arguments_the_help_is_shown(lowbit: Callable) -> None:
+    ran = lowbit()
+    assert ran.code == 2
+    assert "quantize" in ran.out + ran.err
+    assert "error" not in ran.err
 
 
 def test_names_are_shown_as_they_are(llama_folder: Path, lowbit: Callable) -> None:

@@ -66,7 +66,7 @@ app.command("push")(push.push)
 def main() -> None:
     """The console script."""
     _open_streams()
-    sys.exit(exit_code(app))
+    sys.exit(exit_code(lambda: app(standalone_mode=False)))
 
 
 def _open_streams() -> None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, cast
+
+import typer
 
 from lowbit.errors import LowbitError
 
@@ -27,6 +30,10 @@ _REMEDY = {
     errno.EPERM: "operation not permitted; check who may read and write it",
     errno.EROFS: "read-only file system; choose another --out",
 }
+
+
+# what typer raises for a command line that it cannot take; it exports this one of the family only
+UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
 
 
 class Interrupted(BaseException):
@@ -68,14 +75,31 @@ def reader_gone() -> NoReturn:
     raise Interrupted("")
 
 
+def usage_line(error: Any) -> str:
+    """The one line for a UsageError: the flag as it was typed, what is wrong, where the help is."""
+    text = (
+        error.format_message().rstrip(".").replace("Input should be", "must be").partition(", unable to")[0]
+    )
+    text = re.sub(r"^(?:Invalid value for|Option) '(.+?)':? ", r"\1: ", text)
+    command = error.ctx.command_path if error.ctx else "lowbit"
+    return f"{text[:1].lower()}{text[1:]}; see {command} --help"
+
+
 def exit_code(run: Callable[[], object]) -> int:
-    """Call `run`, print the user's error or interruption as one line, return the exit code."""
+    """Call `run`, print the user's error or interruption as one line, return the exit code.
+
+    run: its own exit code, if it returns a number.
+    """
     try:
         with _interruptible():
-            run()
+            ended = run()
     except SystemExit as e:
-        # typer ends every command so: 0 when it is done, 2 after a usage error that it has printed
         return int(e.code or 0)
+    except UsageError as e:
+        # without any argument typer shows the help, and the message is empty
+        if str(e):
+            _say(f"error: {usage_line(e)}")
+        return BAD_INPUT
     except LowbitError as e:
         _say(f"error: {e}")
         return e.exit_code
@@ -89,7 +113,7 @@ def exit_code(run: Callable[[], object]) -> int:
         if str(e):
             _say(str(e))
         return INTERRUPTED
-    return 0
+    return ended if isinstance(ended, int) else 0
 
 
 def _say(message: str) -> None:
