@@ -19,7 +19,7 @@ LEVELS = {
         {"errors"},
         {"scheme"},
         {"events", "recipe", "hessian", "decode", "solvers", "checkpoint"} | {"ahead", "device", "manifest"},
-        {"plan", "calib", "blocks", "validate", "folder", "verify", "evaluate", "tune", "report"}
+        {"plan", "calib", "blocks", "validate", "folder", "verify", "evaluate", "tune", "bench", "report"}
         | {
             "inspect",
             "generate",

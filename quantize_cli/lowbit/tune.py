@@ -62,6 +62,22 @@ def _problems(kind: Kind, arch: str) -> Iterator[Problem]:
         )
 
 
+def measurable(found: Iterable[Kind]) -> list[tuning.Shape]:
+    """The kinds that the fast kernels can read, as lowbit_kernels measures them."""
+    return [
+        tuning.Shape(
+            kind.n,
+            kind.k,
+            kind.bits,
+            kind.group_size,
+            torch.uint8 if kind.has_zero else None,
+            getattr(torch, kind.act_dtype),
+        )
+        for kind in found
+        if order_of(kind.group_size, kind.k) == "fragment"
+    ]
+
+
 def tune(
     path: str | Path,
     *,
@@ -79,18 +95,7 @@ def tune(
         )
     folder = open_quantized(path, "tune")
     found = kinds((layer.shape, layer.scheme) for layer in folder.layers.values())
-    shapes = [
-        tuning.Shape(
-            kind.n,
-            kind.k,
-            kind.bits,
-            kind.group_size,
-            torch.uint8 if kind.has_zero else None,
-            getattr(torch, kind.act_dtype),
-        )
-        for kind in found
-        if order_of(kind.group_size, kind.k) == "fragment"
-    ]
+    shapes = measurable(found)
     if not shapes:
         raise RecipeError(f"{path}: none of its layers has a kernel that can be tuned")
     rows = tuning.tune_to(folder.path / KERNELS, shapes, tokens, on_row=on_row)

@@ -12,6 +12,7 @@ import typer
 
 from lowbit import __version__
 from lowbit.cli.commands import (
+    bench,
     convert,
     evaluate,
     generate,
@@ -57,6 +58,7 @@ app.command("verify")(verify.verify)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
+app.command("bench")(bench.bench)
 app.command("report")(report.report)
 app.command("convert")(convert.convert)
 app.command("tune")(tune.tune)

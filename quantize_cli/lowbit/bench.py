@@ -1,0 +1,46 @@
+"""Time the products of a checkpoint's layers on this GPU beside the dense ones they replace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from lowbit.errors import RecipeError
+from lowbit.folder import KERNELS, open_quantized
+from lowbit.tune import kinds, measurable
+from lowbit_kernels import bench as kernels
+from lowbit_kernels.dispatch import install
+from lowbit_kernels.tables import read_table
+from lowbit_kernels.tuning import Shape
+
+# q/k/v, o, gate/up and down of an 8B model, as engines fuse them.
+USUAL = (Shape(6144, 4096), Shape(4096, 4096), Shape(28672, 4096), Shape(4096, 14336))
+
+
+def bench(
+    path: str | Path | None = None,
+    *,
+    tokens: Iterable[int] = kernels.TOKENS,
+    on_row: Callable[[kernels.BenchRow], None] = lambda row: None,
+) -> list[kernels.BenchRow]:
+    """Measure every kind of layer of a folder, or the layers of an 8B model, for each number of tokens.
+
+    Configs are those that lowbit.load would take, from the folder's lowbit_kernels.json where it was tuned.
+    Raises RecipeError without a GPU or if the folder has no layer that the fast kernels read.
+    """
+    if not torch.cuda.is_available():
+        raise RecipeError(
+            "bench measures on a GPU and torch sees none here; run it where the model will serve"
+        )
+    if path is None:
+        return kernels.bench(USUAL, tokens, on_row)
+    folder = open_quantized(path, "bench")
+    shapes = measurable(kinds((layer.shape, layer.scheme) for layer in folder.layers.values()))
+    if not shapes:
+        raise RecipeError(f"{path}: none of its layers has a kernel that can be measured")
+    if (folder.path / KERNELS).is_file():
+        configs, _ = read_table(folder.path / KERNELS, torch.cuda.get_device_name())
+        install(configs)
+    return kernels.bench(shapes, tokens, on_row)
