@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -275,6 +276,21 @@ def _dot(a, b, SLICES: tl.constexpr):
 
 
 @jit()
+def _let_next_start():
+    """Allow the next kernel to start, which waits for this one before it reads what this one writes."""
+    # Triton 3.4 has broken wrappers of these two
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@jit()
+def _wait_for_previous():
+    """Wait until the kernel before has ended and what it wrote can be read."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@jit()
 def _finish(
     acc,
     rows,
@@ -447,7 +463,7 @@ def decode_kernel(
     acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M), dtype=tl.float32)
     early: tl.constexpr = BLOCK_K == 128 and (PREFETCH or ONE_STEP)
     if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
+        _let_next_start()
     if early:
         w, s, z = _load_tile(
             words,
@@ -463,7 +479,7 @@ def decode_kernel(
             HAS_ZERO,
         )
     if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
+        _wait_for_previous()
     for start in tl.range(first, first + 1 if ONE_STEP else last, SLICES, num_stages=1):
         x_tile = start + x_slice
         x_mask = in_m
@@ -615,8 +631,8 @@ def gemm_kernel(
         x_rows = x_ptr + source[:, None] * stride_xm + tl.arange(0, BLOCK_K)[None, :]
 
     if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        _let_next_start()
+        _wait_for_previous()
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     # one value for every lane that holds a row: lanes, then warps, then registers
@@ -877,6 +893,8 @@ def decode(
     dependent: programmatic dependent launch, CUDA from sm_90 on.
     """
     layout = weight.layout
+    target = _target(x.device)
+    block_m = max(block_m, least_tokens(target))
     x = _padded(x, layout.padded_k)
     m = x.shape[0]
     slices = min(slices, _power_of_two(layout.tiles))
@@ -885,7 +903,6 @@ def decode(
     blocks_n = -(-layout.out_features // block_n)
     blocks_m = -(-m // block_m)
     partial, semaphore = _workspace(out, split_k, blocks_n * blocks_m)
-    target = _target(x.device)
     launch(
         decode_kernel,
         (blocks_n, split_k, blocks_m),
@@ -1092,14 +1109,34 @@ def _target(device: torch.device) -> tuple[str, int | str, int]:
     return target.backend, target.arch, target.warp_size
 
 
-@functools.cache
 def operand_width(target: tuple[str, int | str, int]) -> int:
-    """Neighbouring inputs that a lane holds in the operand Triton picks for decode_kernel: 2 or 4.
+    """Neighbouring inputs that a lane holds in the operand Triton picks for decode_kernel: 2 or 4."""
+    return _probe(target)[0] if target[0] == "cuda" else 2
 
-    Versions differ, and the wrong order is right but slow, so the compiler itself is asked, once a process.
+
+def least_tokens(target: tuple[str, int | str, int]) -> int:
+    """The fewest tokens that a product of decode_kernel may have: 8, or 16 on AMD and before Triton 3.5."""
+    return {"cpu": 8, "hip": 16}.get(target[0]) or _probe(target)[1]
+
+
+@functools.cache
+def _probe(target: tuple[str, int | str, int]) -> tuple[int, int]:
+    """operand_width and least_tokens of a target.
+
+    Triton's releases differ, the wrong order is right but slow, and numbers of releases are no promise: so
+    the compiler itself is asked, once a process.
     """
-    if target[0] != "cuda":
-        return 2
+    for tokens in (8, 16):
+        try:
+            compiled = _compile_probe(target, tokens)
+        except triton.compiler.CompilationError:
+            continue
+        widths = re.findall(r"opIdx = 0, parent = #\w+, kWidth = (\d+)", compiled.asm["ttgir"])
+        return max(map(int, widths), default=2), tokens
+    raise RuntimeError(f"Triton {triton.__version__} does not compile the decode kernel for {target[:2]}")
+
+
+def _compile_probe(target: tuple[str, int | str, int], tokens: int) -> Any:
     names = decode_kernel.arg_names
     constants = {
         "stride_on": 1,
@@ -1108,7 +1145,7 @@ def operand_width(target: tuple[str, int | str, int]) -> int:
         "GROUP_SIZE": 128,
         "HAS_ZERO": False,
         "HAS_BIAS": False,
-        "BLOCK_M": 8,
+        "BLOCK_M": tokens,
         "ROWS16": 1,
         "BLOCK_K": TILE_K,
         "SLICES": 1,
@@ -1118,17 +1155,15 @@ def operand_width(target: tuple[str, int | str, int]) -> int:
         "PREFETCH": False,
         "X_WIDE": False,
         "KWIDTH": 2,
-        "LOP3": True,
+        "LOP3": target[0] == "cuda",
         "DEPENDENT": False,
     }
     pointers = {"words_ptr": "*i32", "partial_ptr": "*fp32", "semaphore_ptr": "*i32"}
     signature = {name: pointers.get(name, "*fp16") if name.endswith("_ptr") else "i32" for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
-    source = triton.compiler.ASTSource(
-        decode_kernel, signature, {(names.index(n),): v for n, v in constants.items()}
+    by_index = {(names.index(name),): value for name, value in constants.items()}
+    return triton.compile(
+        triton.compiler.ASTSource(decode_kernel, signature, by_index),
+        target=triton.backends.compiler.GPUTarget(*target),
+        options={"num_warps": 1, "num_stages": 1},
     )
-    compiled = triton.compile(
-        source, target=triton.backends.compiler.GPUTarget(*target), options={"num_warps": 1, "num_stages": 1}
-    )
-    widths = re.findall(r"opIdx = 0, parent = #\w+, kWidth = (\d+)", compiled.asm["ttgir"])
-    return max(map(int, widths))

@@ -46,6 +46,7 @@ def compile_decode(target: str, act: str = "fp16", zero: str | None = None, warp
         "LOP3": target.startswith("sm_"),
         "DEPENDENT": False,
     } | changes
+    constexprs["BLOCK_M"] = max(constexprs["BLOCK_M"], fragment.least_tokens(_target(target)))
     types = arguments(fragment.decode_kernel, act, constexprs, zero)
     return compile_kernel(fragment.decode_kernel, types, constexprs, target, num_warps=warps, num_stages=1)
 
@@ -145,6 +146,11 @@ LOOPS = {
 }
 
 
+eight_tokens = pytest.mark.skipif(
+    fragment.least_tokens(_target("sm_90")) > 8, reason="this Triton's dot has 16 columns or more"
+)
+
+
 def moves(loop: list[str]) -> set[str]:
     return {opcode for opcode in loop if opcode.split(".")[0] in MOVES}
 
@@ -157,6 +163,7 @@ def test_decode_loop_keeps_data_in_its_lane(name, tmp_path):
     assert moves(loop) == set()
 
 
+@eight_tokens
 def test_x_by_sectors_exchanges_x_alone(tmp_path):
     loop = machine_loop(compile_decode("sm_90", X_WIDE=True), tmp_path)
     # four stores and four matrix loads a step: x, eight tokens of 128 inputs
@@ -164,6 +171,7 @@ def test_x_by_sectors_exchanges_x_alone(tmp_path):
     assert sum(opcode.startswith("LDSM") for opcode in loop) == 4
 
 
+@eight_tokens
 def test_a_field_costs_one_instruction(tmp_path):
     """Two fragments hold 16 words a lane, four fields each: and and or in one lop3."""
     loop = machine_loop(compile_decode("sm_90"), tmp_path)
