@@ -174,6 +174,33 @@ def test_help_imports_no_heavy_library(args: list[str], heavy: set[str], tmp_pat
     assert not modules_after(HELP.format(args=args), tmp_path) & heavy
 
 
+TYPO = """
+from lowbit.cli.app import app
+from lowbit.cli.errors import exit_code
+assert exit_code(lambda: app({args}, standalone_mode=False)) == 2
+"""
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "quantize nowhere",
+        "quantize . --bits 5",
+        "plan nowhere",
+        "plan . --device tpu",
+        "plan . --method awq",
+        "plan . --format gguf",
+        "quantize . --recipe nowhere.yaml",
+        "quantize .",
+        *(f"{command} nowhere" for command in ("verify", "inspect", "report", "tune")),
+        "convert nowhere --format gptq",
+        "push nowhere me/m",
+    ],
+)
+def test_a_typo_is_answered_before_torch_is_imported(args: str, tmp_path: Path) -> None:
+    assert not modules_after(TYPO.format(args=args.split()), tmp_path) & {"torch", "triton", "transformers"}
+
+
 def test_importing_the_packages_needs_no_gpu_library(tmp_path: Path) -> None:
     assert not modules_after("import lowbit, lowbit_kernels", tmp_path) & {"triton", "transformers"}
 

@@ -20,7 +20,7 @@ from lowbit.checkpoint.formats import format_of
 from lowbit.checkpoint.header import DTYPES, NARROW, TensorInfo, allocate, pread_into, read_header
 from lowbit.decode import PARTS, decode_layer, dequantize
 from lowbit.errors import SourceError
-from lowbit.manifest import complaint
+from lowbit.manifest import check_folder, complaint
 from lowbit.scheme import PackedTensor, QuantizedTensor, QuantScheme, ScaleDtype
 from lowbit_kernels.layout import pack_words
 
@@ -183,10 +183,7 @@ def open_folder(path: str | Path) -> Folder:
     Raises SourceError if path is not a folder with a config.json; anything less is a fault of the result.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise SourceError(f"{path}: no such folder")
-    if not (path / "config.json").is_file():
-        raise SourceError(f"{path}: no config.json; pass the folder that lowbit quantize wrote")
+    check_folder(path)
     faults: list[Fault] = []
     config = _read_json(path / "config.json", faults) or {}
     manifest = _read_json(path / MANIFEST, faults) if (path / MANIFEST).exists() else None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lowbit.errors import SourceError
 
 Pair = Annotated[list[int], Field(min_length=2, max_length=2)]
 
@@ -80,3 +83,11 @@ def complaint(manifest: dict[str, Any]) -> str | None:
         first = e.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     return None
+
+
+def check_folder(path: Path) -> None:
+    """Raise SourceError if path is not a folder with a config.json; this much can be told without torch."""
+    if not path.is_dir():
+        raise SourceError(f"{path}: no such folder")
+    if not (path / "config.json").is_file():
+        raise SourceError(f"{path}: no config.json; pass the folder that lowbit quantize wrote")

@@ -112,6 +112,13 @@ class Recipe(_Keys):
     def _patterns(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(_check_pattern, patterns))
 
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+            raise ValueError("use auto, cpu, cuda or cuda:N")
+        return device
+
     @property
     def symmetric(self) -> bool:
         """The grid asked for; hqq is asymmetric unless told otherwise."""

@@ -114,7 +114,7 @@ def test_dry_run_is_plan(llama_folder: Path, lowbit: Callable) -> None:
         (["--on-indivisible", "never"], ["error: --on-indivisible: use smaller-group, skip or error"]),
         (["--recipe", "/nowhere/recipe.yaml"], ["/nowhere/recipe.yaml"]),
         (["--exclude", "re:.*"], ["no layer", "excluded"]),
-        (["--device", "tpu"], ["--device", "tpu", "cpu"]),
+        (["--device", "tpu"], ["error: --device: use auto, cpu, cuda or cuda:N (got 'tpu')"]),
         (["--device", "cuda:99"], ["--device", "cuda:99"]),
         (["--samples", "0"], ["error: --samples: must be greater than or equal to 1 (got 0)"]),
     ],

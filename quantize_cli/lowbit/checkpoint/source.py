@@ -195,11 +195,25 @@ def open_source(model: str, *, trust_remote_code: bool = False, revision: str | 
         if path.suffix != ".gguf":
             raise SourceError(f"{model}: a file; pass the model's folder, or a .gguf file")
         return _open_gguf(model, path)
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and path.suffix not in WEIGHT_SUFFIXES:
+    if _is_hub_id(model, path):
         from lowbit.checkpoint.download import download
 
         return _open_folder(model, download(model, revision), trust_remote_code)
     raise SourceError(f"{model}: no such file or folder (a Hub id looks like owner/name)")
+
+
+def check_source(model: str, *, trust_remote_code: bool = False) -> None:
+    """Raise what open_source would, where that takes no download and no time: for a folder, and for a name
+    that is neither here nor a Hub id's.
+    """
+    path = _local_path(model)
+    if path.is_dir() or not (path.is_file() or model == "demo" or _is_hub_id(model, path)):
+        with open_source(model, trust_remote_code=trust_remote_code):
+            pass
+
+
+def _is_hub_id(model: str, path: Path) -> bool:
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model)) and path.suffix not in WEIGHT_SUFFIXES
 
 
 def _local_path(model: str) -> Path:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich import box
@@ -135,6 +136,12 @@ class Output:
         else:
             with self.status.status("starting"):
                 yield
+
+    def check_folder(self, folder: Path) -> None:
+        """Refuse a mistyped folder at once: importing torch takes seconds."""
+        from lowbit.manifest import check_folder
+
+        check_folder(folder)
 
     def note(self, note: Note) -> None:
         """Print a warning at once; other notes wait for the closing summary."""

@@ -25,9 +25,11 @@ def convert(
     quiet: options.Quiet = False,
 ) -> None:
     """Write a quantized folder in another format: bit for bit the same weights, not quantized again."""
-    from lowbit.convert import convert as run
 
     with output(json, quiet) as shown:
+        shown.check_folder(folder)
+        with shown.starting():
+            from lowbit.convert import convert as run
         with listener(shown) as on_event:
             summary = run(folder, format, out, overwrite=overwrite, on_event=on_event)
         rows = [

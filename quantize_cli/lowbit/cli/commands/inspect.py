@@ -30,9 +30,11 @@ def inspect(
     quiet: options.Quiet = False,
 ) -> None:
     """Show schemes, sizes, which engines load the folder with which kernels, and how far it can be split."""
-    from lowbit.inspection import inspect as run
 
     with output(json, quiet) as out:
+        out.check_folder(folder)
+        with out.starting():
+            from lowbit.inspection import inspect as run
         found = run(folder, kernels=kernels, arch=arch)
         out.event({"event": "done", **found.to_json()})
         out.show(*inspection_view(found))

@@ -41,17 +41,19 @@ def show_plan(
     out: Output, model: str, recipe: Path | None, revision: str | None, flags: dict[str, Any]
 ) -> None:
     """Plan and print it: `lowbit plan` and `lowbit quantize --dry-run`."""
-    from lowbit.calib import calibration_size
     from lowbit.checkpoint.source import open_source
-    from lowbit.device import pick_device
-    from lowbit.estimate import estimate
     from lowbit.events import PlanReady
-    from lowbit.plan import make_plan
     from lowbit.recipe import make_recipe
 
+    # a mistyped flag or path need not wait for torch, whose import takes seconds
     wanted = make_recipe(recipe, **flags)
-    device = pick_device(wanted.device)
     with open_source(model, trust_remote_code=wanted.trust_remote_code, revision=revision) as source:
+        with out.starting():
+            from lowbit.calib import calibration_size
+            from lowbit.device import pick_device
+            from lowbit.estimate import estimate
+            from lowbit.plan import make_plan
+        device = pick_device(wanted.device)
         planned = make_plan(source, wanted)
     tokens = prod(calibration_size(wanted.samples, wanted.seqlen, device.type))
     expected = estimate(planned, device, tokens)

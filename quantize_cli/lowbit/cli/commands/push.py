@@ -26,9 +26,11 @@ def push(
     quiet: options.Quiet = False,
 ) -> None:
     """Upload what the manifest lists, if verify accepts it. Token: HF_TOKEN or `hf auth login`."""
-    from lowbit.hub import push as run
 
     with output(json, quiet) as out:
+        out.check_folder(folder)
+        with out.starting():
+            from lowbit.hub import push as run
         try:
             with listener(out) as on_event:
                 summary = run(

@@ -62,10 +62,15 @@ def quantize(
             show_plan(shown, model, recipe, revision, flags)
             return
 
+        from lowbit.checkpoint.source import check_source
+        from lowbit.events import Event, PlanReady
+        from lowbit.recipe import make_recipe
+
+        # a mistyped flag or path need not wait for torch, whose import takes seconds
+        wanted = make_recipe(recipe, **flags)
+        check_source(model, trust_remote_code=wanted.trust_remote_code)
         with shown.starting():
-            from lowbit.events import Event, PlanReady
             from lowbit.pipeline import quantize as run
-            from lowbit.recipe import make_recipe
 
         try:
             with listener(shown) as on_event:
@@ -78,7 +83,7 @@ def quantize(
                 summary = run(
                     model,
                     out,
-                    recipe=make_recipe(recipe, **flags),
+                    recipe=wanted,
                     resume=resume,
                     overwrite=overwrite,
                     revision=revision,

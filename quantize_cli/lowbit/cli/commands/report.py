@@ -23,10 +23,12 @@ def report(
     quiet: options.Quiet = False,
 ) -> None:
     """Write one self-contained HTML page: sizes, error of every layer, worst layers, evaluation."""
-    from lowbit.report import report as run
-    from lowbit.verify import verify
 
     with output(json, quiet) as shown:
+        shown.check_folder(folder)
+        with shown.starting():
+            from lowbit.report import report as run
+            from lowbit.verify import verify
         verified = None
         if check:
             with listener(shown) as on_event:

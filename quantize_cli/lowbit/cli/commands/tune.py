@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,12 +27,12 @@ def tune(
     quiet: options.Quiet = False,
 ) -> None:
     """Measure a few kernel configs for each kind of layer; the fastest that is right stays in the folder."""
-    from dataclasses import asdict
-
-    from lowbit.tune import tune as run
-    from lowbit_kernels.tuning import TOKENS
 
     with output(json, quiet) as shown:
+        shown.check_folder(folder)
+        with shown.starting():
+            from lowbit.tune import tune as run
+            from lowbit_kernels.tuning import TOKENS
 
         def on_row(row: Measured) -> None:
             shown.event({"event": "tuned", **asdict(row)})

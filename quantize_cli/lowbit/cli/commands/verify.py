@@ -47,6 +47,7 @@ def verify(
     from lowbit.errors import GateError
 
     with output(json, quiet) as out:
+        out.check_folder(folder)
         with out.starting():
             from lowbit.verify import verify as run
         with listener(out) as on_event:
