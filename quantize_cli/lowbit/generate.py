@@ -20,11 +20,16 @@ from lowbit.folder import DenseView
 
 @dataclass(frozen=True)
 class Generated:
-    """What the model answered, and its source, if it was asked."""
+    """What the model answered, and its source, if it was asked.
+
+    cut, source_cut: the text ended at the limit of new tokens and not by itself.
+    """
 
     prompt: str
     text: str
+    cut: bool
     source_text: str | None
+    source_cut: bool | None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -44,14 +49,15 @@ def generate(
     chat: put the prompt through the chat template.
     """
     target = pick_device(device)
-    return Generated(
-        prompt,
-        _continue(path, prompt, max_new_tokens, chat, target),
-        None if compare is None else _continue(compare, prompt, max_new_tokens, chat, target),
-    )
+    ours = _continue(path, prompt, max_new_tokens, chat, target)
+    theirs = (None, None) if compare is None else _continue(compare, prompt, max_new_tokens, chat, target)
+    return Generated(prompt, *ours, *theirs)
 
 
-def _continue(path: str | Path, prompt: str, max_new_tokens: int, chat: bool, device: torch.device) -> str:
+def _continue(
+    path: str | Path, prompt: str, max_new_tokens: int, chat: bool, device: torch.device
+) -> tuple[str, bool]:
+    """The text, and whether it was cut at the limit."""
     from transformers import GenerationConfig
 
     with open_weights(path) as weights, torch.no_grad():
@@ -74,4 +80,7 @@ def _continue(path: str | Path, prompt: str, max_new_tokens: int, chat: bool, de
             do_sample=False,
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         )
-    return tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+        ends = model.generation_config.eos_token_id
+    new = output[0, inputs.input_ids.shape[1] :].tolist()
+    cut = len(new) == max_new_tokens and new[-1] not in (ends if isinstance(ends, list) else [ends])
+    return tokenizer.decode(new, skip_special_tokens=True), cut

@@ -127,6 +127,7 @@ def test_generate_compares_with_the_original_that_the_manifest_names(
     assert done["prompt"] == "the quick brown"
     assert isinstance(done["source_text"], str)
     assert f"{original} (the original)" in ran.err
+    assert ("…" in ran.err) == (done["cut"] or done["source_cut"])
 
 
 def test_inspect_names_scheme_sizes_and_engines(written: Path, lowbit: Callable) -> None:
@@ -193,6 +194,13 @@ def test_push_dry_run_lists_and_needs_no_network(written: Path, lowbit: Callable
     assert ran.code == 0
     assert ran.event("done")["files"] == sorted(file.name for file in written.iterdir())
     assert ran.event("done")["uploaded"] == []
+
+
+def test_push_dry_run_shows_people_the_files_and_that_verify_ran(written: Path, lowbit: Callable) -> None:
+    ran = lowbit("push", written, "someone/llama-int4", "--dry-run")
+    rows = [line.split() for line in ran.out.splitlines()]
+    assert {row[0] for row in rows if row} >= {file.name for file in written.iterdir()}
+    assert ["verified", "by", "lowbit", "verify,", "just", "now"] in rows
 
 
 def test_push_refuses_what_verify_refuses(damaged: Path, lowbit: Callable) -> None:

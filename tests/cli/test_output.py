@@ -26,6 +26,7 @@ from lowbit.cli.output import (
     output,
     percent,
     size,
+    small_table,
 )
 from lowbit.errors import GateError, PlanError
 from lowbit.events import LayerDone, Note, Stage
@@ -213,10 +214,13 @@ def test_line_progress_prints_one_line_in_ten_seconds_with_rate_and_eta() -> Non
         for second in range(1, 21):
             clock.now += 1
             lines.done(LayerDone(f"layer.{second}", second * 2**30 // 10))
+        lines.stage(Stage("finish"))
     assert shown(console).splitlines() == [
         "quantize: rtn, 4.00 GiB",
         "quantize  25%  1.00 GiB of 4.00 GiB  102 MiB/s  ETA 0:30  layer.10",
         "quantize  50%  2.00 GiB of 4.00 GiB  102 MiB/s  ETA 0:20  layer.20",
+        "quantize  100%  4.00 GiB  205 MiB/s  0:20",
+        "finish",
     ]
 
 
@@ -229,6 +233,7 @@ def test_a_stage_may_count_something_else_than_bytes() -> None:
     assert shown(console).splitlines() == [
         "eval: 2 texts, 8,192 tokens",
         "eval  25%  2,048 tokens of 8,192 tokens  128 tokens/s  ETA 0:48  news",
+        "eval  100%  8,192 tokens  512 tokens/s  0:16",
     ]
 
 
@@ -241,6 +246,32 @@ def test_a_log_holds_no_control_codes_and_no_cut_names(capsys: pytest.CaptureFix
     err = capsys.readouterr().err
     assert err.count(name) == 2
     assert "\x1b" not in err
+
+
+def test_a_stage_that_failed_is_not_called_done() -> None:
+    console = screen(200, terminal=False)
+    lines = LineProgress(console)
+    lines.stage(Stage("quantize", "", 2**30))
+    lines.__exit__(PlanError)
+    assert shown(console) == "quantize, 1.00 GiB\n"
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 80), ("100", 100), ("60", 60), ("wide", 80)])
+def test_without_a_terminal_tables_take_columns_or_80_and_end_in_no_spaces(
+    columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    with output(json=False, quiet=False) as out:
+        table = small_table("a title")
+        table.add_column("name", overflow="fold")
+        table.add_row("x" * 150)
+        table.add_row("y")
+        out.show(table)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) in (width - 1, width)
+    assert [line for line in lines if line != line.rstrip()] == []
 
 
 def test_markup_in_names_is_text(capsys: pytest.CaptureFixture[str]) -> None:

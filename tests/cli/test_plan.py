@@ -69,6 +69,8 @@ def test_a_fallback_is_shown_with_its_reason_and_count(build_llama: Callable, lo
     assert any("mlp.down_proj" in line and "g64 *" in line for line in ran.out.splitlines())
     fallback = next(line for line in ran.out.splitlines() if "320 is not a multiple of 128" in line)
     assert "2 layers" in fallback
+    assert "* not the group asked for" in ran.out.splitlines()
+    assert "* not the group" not in lowbit("plan", build_llama(), "--group", "128").out
 
 
 def test_a_recipe_file_holds_where_no_flag_is_given(

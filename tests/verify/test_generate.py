@@ -1,5 +1,7 @@
 """generate: the decoded model continues as transformers itself does."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,3 +50,19 @@ def test_the_chat_template_is_used_when_asked(models):
     chat = generate.generate(source, PROMPT, max_new_tokens=4, chat=True)
     assert chat.text == generate.generate(source, f"<s>user: {PROMPT}</s>", max_new_tokens=4).text
     assert plain.source_text is None
+
+
+def test_a_text_is_cut_at_the_limit_and_not_by_its_own_end(models):
+    source, _ = models
+    assert generate.generate(source, PROMPT, source, max_new_tokens=2).source_cut
+    # the next token that greedy decoding gives is declared to be the end
+    ids = AutoTokenizer.from_pretrained(source)(PROMPT, return_tensors="pt").input_ids
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    first = int(model(input_ids=ids).logits[0, -1].argmax())
+    settings = source / "generation_config.json"
+    before = settings.read_text()
+    settings.write_text(json.dumps(json.loads(before) | {"eos_token_id": [first]}))
+    try:
+        assert not generate.generate(source, PROMPT, max_new_tokens=1).cut
+    finally:
+        settings.write_text(before)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -28,8 +31,8 @@ from lowbit.cli.errors import reader_gone
 from lowbit.errors import LowbitError
 from lowbit.events import Event, LayerDone, Note, OnEvent, Stage
 
-# Width of tables where there is no terminal to ask: a log takes long lines, a truncated name helps nobody.
-PLAIN_WIDTH = 120
+# width of tables where neither a terminal nor COLUMNS tells it
+PLAIN_WIDTH = 80
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -83,10 +86,27 @@ class _Console(Console):
         reader_gone()
 
 
+class _Trimmed:
+    """A stream whose lines lose the spaces at their ends, with which tables fill their width."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return self.stream.write(re.sub(r" +(?=\n)", "", text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def _console(stream: TextIO) -> Console:
-    width = None if stream.isatty() else PLAIN_WIDTH
     # names of tensors and files are shown as they are, [/red] and :smile: too
-    return _Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+    console = partial(_Console, highlight=False, markup=False, emoji=False)
+    if stream.isatty():
+        return console(file=stream)
+    # asked for none, rich would take the width of another stream's terminal
+    width = None if os.environ.get("COLUMNS", "").isdigit() else PLAIN_WIDTH
+    return console(file=cast(TextIO, _Trimmed(stream)), width=width)
 
 
 def _json_value(value: Any) -> Any:
@@ -178,14 +198,11 @@ def small_table(title: str) -> Table:
     )
 
 
-def facts(rows: list[tuple[str, str]]) -> Table:
-    """Names and values in two columns, as a summary lists them."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    return table
+def facts(rows: list[tuple[str, str]]) -> Text:
+    """Names and values in two columns, as a summary lists them; the paths among them are not broken."""
+    width = max(len(name) for name, _ in rows)
+    lines = (Text.assemble((name.ljust(width), "dim"), "  ", value) for name, value in rows)
+    return Text("\n").join(lines)
 
 
 def note_list(notes: list[str], most: int = 8) -> RenderableType:
@@ -223,7 +240,7 @@ class _Left(ProgressColumn):
         if task.finished:
             return Text(duration(task.finished_time or 0.0), style="green")
         if not task.total or not task.completed or not task.elapsed:
-            return Text("ETA –", style="bold")
+            return Text("")
         # over the whole stage: layers differ in size, and the rate of the last few says little
         left = task.elapsed * (task.total - task.completed) / task.completed
         return Text(f"ETA {duration(left)}", style="bold")
@@ -277,10 +294,10 @@ class LiveProgress:
         self.live.start()
 
     def _finish(self) -> None:
-        """Fill the bars of stages that count no bytes when the next stage begins."""
+        """Fill the bars when the next stage begins: what was left, such as a resumed part, is done."""
         for task in self.bars.tasks:
-            if task.total is None:
-                self.bars.update(task.id, total=1, completed=1)
+            total = task.total or 1
+            self.bars.update(task.id, total=total, completed=total)
 
     def done(self, layer: LayerDone) -> None:
         self.layer = layer.name
@@ -289,7 +306,7 @@ class LiveProgress:
 
 
 class LineProgress:
-    """Elsewhere: a line when a stage begins and one every ten seconds."""
+    """Elsewhere: a line when a stage begins, one every ten seconds, and one when all is done."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console
@@ -300,10 +317,19 @@ class LineProgress:
     def __enter__(self) -> LineProgress:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Say what the stage took, if it counted something."""
+        if self.now.total_bytes:
+            seconds, total, unit = self.clock() - self.began, self.now.total_bytes, self.now.unit
+            speed = rate(total, max(seconds, 1e-9), unit)
+            self._line(f"{self.now.name}  100%  {amount(total, unit)}  {speed}  {duration(seconds)}")
 
     def stage(self, stage: Stage) -> None:
+        self._finish()
         self.now = stage
         self.began = self.printed = self.clock()
         total = f", {amount(stage.total_bytes, stage.unit)}" if stage.total_bytes else ""

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lowbit.cli import options
-from lowbit.cli.output import facts, listener, next_command, output, size
+from lowbit.cli.output import counted, facts, listener, next_command, output, size
 
 
 def convert(
@@ -34,7 +34,7 @@ def convert(
             summary = run(folder, format, out, overwrite=overwrite, on_event=on_event)
         rows = [
             ("written", summary["out"]),
-            ("format", f"{summary['format']}, {summary['layers']} layers"),
+            ("format", f"{summary['format']}, {counted(summary['layers'], 'layer')}"),
             ("size", size(summary["bytes"])),
         ]
         shown.show("", facts(rows), "", next_command(f"lowbit verify {shlex.quote(summary['out'])}"))

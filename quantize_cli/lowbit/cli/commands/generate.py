@@ -30,11 +30,11 @@ def generate(
         origin = (source or recorded_source(model)) if compare else None
         answers = run(model, prompt, origin, max_new_tokens=max_new_tokens, chat=chat, device=device)
         out.event({"event": "done", **answers.to_json()})
-        names = {model: answers.text}
+        names: dict[str, tuple[str, bool | None]] = {model: (answers.text, answers.cut)}
         if origin is not None and answers.source_text is not None:
-            names[f"{origin} (the original)"] = answers.source_text
-        for name, text in names.items():
-            said = Text.assemble((f"{prompt}\n" if chat else prompt, "dim"), text)
+            names[f"{origin} (the original)"] = (answers.source_text, answers.source_cut)
+        for name, (text, cut) in names.items():
+            said = Text.assemble((f"{prompt}\n" if chat else prompt, "dim"), text, "…" if cut else "")
             out.show(Text(name, style="bold"), said, "")
 
 

@@ -81,7 +81,10 @@ def kind(name: str) -> str:
 
 def plan_view(plan: Plan) -> list[RenderableType]:
     """The plan for people: layers by kind, notes on fallbacks, what is copied or dropped, sizes."""
-    views: list[RenderableType] = [_layer_table(plan), ""]
+    views: list[RenderableType] = [_layer_table(plan)]
+    if any(layer.fallback for layer in plan.layers):
+        views.append(Text("* not the group asked for", style="dim"))
+    views.append("")
     if plan.notes:
         views += [_list("notes", [(note, "") for note in plan.notes]), ""]
     if plan.copies:

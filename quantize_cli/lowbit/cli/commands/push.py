@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from lowbit.cli import options
 from lowbit.cli.errors import Interrupted
-from lowbit.cli.output import facts, listener, output, size
+from lowbit.cli.output import facts, listener, output, size, small_table
 
 
 def push(
@@ -50,7 +51,13 @@ def push(
             ("files", f"{len(summary['files'])}, {size(summary['bytes'])}"),
         ]
         if dry_run:
-            rows.append(("uploaded", "nothing: --dry-run"))
+            rows += [("verified", "by lowbit verify, just now"), ("uploaded", "nothing: --dry-run")]
+            files = small_table("files")
+            files.add_column("name", overflow="fold")
+            files.add_column("size", justify="right", no_wrap=True)
+            for name in summary["files"]:
+                files.add_row(Text(name), size((folder / name).stat().st_size))
+            out.show("", files)
         else:
             rows.append(("uploaded", f"{len(summary['uploaded'])} files, {len(summary['deleted'])} deleted"))
             rows.append(("at", summary["pull_request"] or summary["url"]))

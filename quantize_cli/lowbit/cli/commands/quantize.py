@@ -13,6 +13,7 @@ from lowbit.cli import options
 from lowbit.cli.commands.plan import plan_view, show_plan
 from lowbit.cli.errors import Interrupted
 from lowbit.cli.output import (
+    counted,
     decibel,
     duration,
     facts,
@@ -107,7 +108,7 @@ def summary_view(summary: dict[str, Any]) -> list[RenderableType]:
         for row in summary["worst"]:
             errors = percent(row["output_error"]), percent(row["weight_error"]), decibel(row["snr_db"])
             table.add_row(row["name"], *errors)
-        views.append(table)
+        views += [table, ""]
     if summary["notes"]:
         views += [Text("notes", style="bold"), note_list(summary["notes"]), ""]
     before, after = summary["source_bytes"], summary["output_bytes"]
@@ -116,7 +117,10 @@ def summary_view(summary: dict[str, Any]) -> list[RenderableType]:
             [
                 ("written", summary["out"]),
                 ("size", f"{size(before)} → {size(after)} ({percent(after / before)})"),
-                ("bits per weight", f"{summary['bits_per_weight']:.2f} in {summary['layers']} layers"),
+                (
+                    "bits per weight",
+                    f"{summary['bits_per_weight']:.2f} in {counted(summary['layers'], 'layer')}",
+                ),
                 ("time", f"{duration(summary['seconds'])}, {rate(before, summary['seconds'], 'bytes')}"),
             ]
         )

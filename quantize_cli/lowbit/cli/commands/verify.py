@@ -78,7 +78,7 @@ def report_view(report: VerifyReport) -> list[RenderableType]:
     if report.failures:
         views += [Text("faults", style="bold red"), note_list(list(map(str, report.failures)), most=20), ""]
     if report.worst():
-        views.append(worst_table(report))
+        views += [worst_table(report), ""]
     verdict = Text("verified", style="bold green") if report.ok else Text("NOT verified", style="bold red")
     views.append(Text.assemble(verdict, f"  {report.path}"))
     views.append(
