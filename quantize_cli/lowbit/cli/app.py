@@ -43,7 +43,8 @@ def _version(asked: bool) -> None:
 @app.callback()
 def lowbit(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, metavar="", help="Print the version."),
     ] = False,
 ) -> None:
     """Quantize language models to low bits, prove it layer by layer, write a checkpoint every engine loads.

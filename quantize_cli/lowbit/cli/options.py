@@ -25,7 +25,8 @@ def _flag(names: str, kind: Any, default: str, panel: str, text: str, metavar: s
         help=f"{text} [dim]Default: {default}.[/dim]",
         show_default=False,
         rich_help_panel=panel,
-        metavar=metavar,
+        # typer would write <bool> beside a switch
+        metavar="" if kind is bool else metavar,
     )
     return Annotated[kind | None, option]
 
@@ -106,10 +107,12 @@ RecipeFile = Annotated[
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 or auto.", metavar="NAME")]
 Json = Annotated[
-    bool, typer.Option("--json", help="One JSON event a line on stdout.", rich_help_panel="Output")
+    bool,
+    typer.Option("--json", metavar="", help="One JSON event a line on stdout.", rich_help_panel="Output"),
 ]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Errors and warnings only.", rich_help_panel="Output")
+    bool,
+    typer.Option("--quiet", "-q", metavar="", help="Errors and warnings only.", rich_help_panel="Output"),
 ]
 
 

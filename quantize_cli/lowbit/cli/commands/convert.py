@@ -20,7 +20,9 @@ def convert(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to write.", show_default="DIR-FORMAT")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --out holds.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", metavar="", help="Replace what --out holds.")
+    ] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:

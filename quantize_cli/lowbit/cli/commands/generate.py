@@ -14,10 +14,12 @@ from lowbit.cli.output import output
 def generate(
     model: Annotated[str, typer.Argument(help="A quantized folder, or any model.")],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    compare: Annotated[bool, typer.Option("--compare", help="Show the original's answer beside it.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", metavar="", help="Show the original's answer beside it.")
+    ] = False,
     source: options.Source = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, metavar="N")] = 48,
-    chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", metavar="", help="Use the chat template.")] = False,
     device: options.Device = "auto",
     json: options.Json = False,
     quiet: options.Quiet = False,

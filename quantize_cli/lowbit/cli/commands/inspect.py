@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 def inspect(
     folder: options.Folder,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Show which kernel runs each shape and why others refuse.")
+        bool,
+        typer.Option(
+            "--kernels", metavar="", help="Show which kernel runs each shape and why others refuse."
+        ),
     ] = False,
     arch: Annotated[
         str | None,

@@ -15,14 +15,18 @@ from lowbit.cli.output import facts, listener, output, size, small_table
 def push(
     folder: options.Folder,
     repo_id: Annotated[str, typer.Argument(help="OWNER/NAME; created if it is not there.")],
-    private: Annotated[bool, typer.Option("--private", help="Create the repository private.")] = False,
+    private: Annotated[
+        bool, typer.Option("--private", metavar="", help="Create the repository private.")
+    ] = False,
     revision: Annotated[
         str | None, typer.Option("--revision", help="Push to this branch, created if absent.")
     ] = None,
     create_pr: Annotated[
-        bool, typer.Option("--create-pr", help="Open a pull request and leave the branch alone.")
+        bool, typer.Option("--create-pr", metavar="", help="Open a pull request and leave the branch alone.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Verify and list; no network.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", metavar="", help="Verify and list; no network.")
+    ] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:

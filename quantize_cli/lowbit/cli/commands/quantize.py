@@ -45,14 +45,20 @@ def quantize(
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume/--no-resume", help="Continue a run that was killed.", rich_help_panel=options.RUN
+            "--resume/--no-resume",
+            metavar="",
+            help="Continue a run that was killed.",
+            rich_help_panel=options.RUN,
         ),
     ] = True,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what --out holds.", rich_help_panel=options.RUN)
+        bool,
+        typer.Option(
+            "--overwrite", metavar="", help="Replace what --out holds.", rich_help_panel=options.RUN
+        ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show the plan.", rich_help_panel=options.RUN)
+        bool, typer.Option("--dry-run", metavar="", help="Only show the plan.", rich_help_panel=options.RUN)
     ] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,

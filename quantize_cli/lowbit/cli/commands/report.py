@@ -18,7 +18,9 @@ def report(
         Path | None, typer.Option("--out", "-o", help="File to write.", show_default="DIR/report.html")
     ] = None,
     source: options.Source = None,
-    check: Annotated[bool, typer.Option("--verify", help="Verify first and show what was found.")] = False,
+    check: Annotated[
+        bool, typer.Option("--verify", metavar="", help="Verify first and show what was found.")
+    ] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:

@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 def verify(
     folder: options.Folder,
     source: options.Source = None,
-    hashes: Annotated[bool, typer.Option("--hash/--no-hash", help="Compare SHA-256 of every file.")] = True,
+    hashes: Annotated[
+        bool, typer.Option("--hash/--no-hash", metavar="", help="Compare SHA-256 of every file.")
+    ] = True,
     numeric: Annotated[
-        bool, typer.Option("--numeric/--no-numeric", help="Decode and measure every layer.")
+        bool, typer.Option("--numeric/--no-numeric", metavar="", help="Decode and measure every layer.")
     ] = True,
     forward: Annotated[
-        bool, typer.Option("--forward/--no-forward", help="Run the whole model on a few tokens.")
+        bool, typer.Option("--forward/--no-forward", metavar="", help="Run the whole model on a few tokens.")
     ] = True,
     device: options.Device = "auto",
     json: options.Json = False,
