@@ -42,6 +42,11 @@ def test_rtn_asym_stays_rtn_and_asymmetric() -> None:
     assert (recipe.method, recipe.symmetric, recipe.group) == ("rtn", False, 64)
 
 
+@pytest.mark.parametrize(("name", "method"), [("gptq", "gptq"), ("hqq-asym", "hqq"), ("int4", "rtn")])
+def test_the_method_is_what_the_name_says(name: str, method: str) -> None:
+    assert make_recipe(RECIPES / f"{name}.yaml").method == method
+
+
 @pytest.mark.parametrize(
     ("name", "schemes"),
     [
@@ -49,6 +54,8 @@ def test_rtn_asym_stays_rtn_and_asymmetric() -> None:
         ("int8", {("o_proj", 8, 128, True), ("down_proj", 8, 128, True)}),
         ("int4-down8", {("o_proj", 4, 128, True), ("down_proj", 8, 128, True)}),
         ("rtn-asym", {("o_proj", 4, 64, False), ("down_proj", 4, 64, False)}),
+        ("gptq", {("o_proj", 4, 128, True), ("down_proj", 4, 128, True)}),
+        ("hqq-asym", {("o_proj", 4, 64, False), ("down_proj", 4, 64, False)}),
     ],
 )
 def test_plan_of_a_model_takes_the_recipe(
@@ -65,7 +72,7 @@ def test_plan_of_a_model_takes_the_recipe(
 
 
 def test_every_recipe_has_its_test() -> None:
-    tested = {"int4", "int8", "int4-down8", "rtn-asym"}
+    tested = {"int4", "int8", "int4-down8", "rtn-asym", "gptq", "hqq-asym"}
     assert {file.stem for file in RECIPES.glob("*.yaml")} == tested
 
 
