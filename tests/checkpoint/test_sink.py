@@ -300,6 +300,8 @@ def write_in_child(out: Path, overwrite: bool) -> int:
     pid = os.fork()
     if pid:
         return pid
+    # pytest-xdist's workers ignore it, and a child would too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     code = 3
     try:
         generator = torch.Generator().manual_seed(7)
