@@ -86,10 +86,16 @@ def test_the_page_is_well_formed_and_says_what_matters(page):
     assert f"Worst layer: {worst['name']}, output error {100 * worst['errors']['output_error']:.1f}" in text
     assert text.count("before after") == report.HISTOGRAMS
     assert "<model> & co" in text
-    assert "passed" in text
+    assert "verified0 findings" in text
+    assert "not verified" not in text
     assert "KL to the source" in text
     # every layer can be pointed at in the heat map
     assert all(f"<title>{row['name']}: output error" in html for row in manifest["layers"])
+
+
+def test_a_page_made_without_verify_says_so(page, tmp_path):
+    out, _ = page
+    assert "<b>not verified</b>" in report.report(out, tmp_path / "page.html").read_text()
 
 
 def test_nothing_comes_from_a_network(page):
