@@ -16,7 +16,7 @@ from tiny_models import save_model
 
 from lowbit import pipeline
 from lowbit.decode import decode_layer, dequantize
-from lowbit.errors import CalibrationError, SourceError
+from lowbit.errors import CalibrationError, PlanError, SourceError
 from lowbit.recipe import Recipe, Rule
 from lowbit.scheme import QuantScheme
 
@@ -218,3 +218,13 @@ def test_layers_solved_as_one_are_solved_alike(
     for name, weight in together.items():
         # sums of other blocks of a product round differently, which a code here and there shows
         assert (weight != alone[name]).double().mean() < 0.01, name
+
+
+def test_a_model_that_transformers_does_not_know_is_refused_before_anything_is_written(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    config = json.loads((llama_folder / "config.json").read_text())
+    (llama_folder / "config.json").write_text(json.dumps(config | {"model_type": "not_yet_known"}))
+    with pytest.raises(PlanError, match="--method rtn and hqq need no model code"):
+        pipeline.quantize(llama_folder, tmp_path / "out", GPTQ)
+    assert not list(tmp_path.glob("*out*"))

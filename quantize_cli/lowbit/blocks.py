@@ -90,6 +90,13 @@ class LayerWork:
         return (self.layer.method, self.layer.scheme) == (other.layer.method, other.layer.scheme)
 
 
+def check_model(source: WeightSource, *, trust_remote_code: bool = False) -> None:
+    """Raise PlanError for a model that cannot be built, before a weight of it is read."""
+    build_skeleton(
+        source, dtype=torch.float32, device=torch.device("cpu"), trust_remote_code=trust_remote_code
+    )
+
+
 @contextmanager
 def open_engine(
     source: WeightSource,

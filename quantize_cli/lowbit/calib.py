@@ -30,10 +30,6 @@ TEXT_COLUMNS = ("messages", "conversations", "conversation", "text", "content", 
 # how ShareGPT-like files spell the roles
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
-# rows and tokens of a row where the recipe does not say: a CPU takes minutes for a small part of what a GPU
-# has seen in seconds
-SIZES = {"cpu": (16, 512), "cuda": (128, 2048)}
-
 # fewer tokens than this say nothing about a layer
 TOKEN_FLOOR = 64
 
@@ -71,13 +67,17 @@ class CalibrationRows:
         }
 
 
-def calibration_size(samples: int | None, seqlen: int | None, device_type: str) -> tuple[int, int]:
-    """Rows and tokens of a row: as given, or what suits the kind of device."""
-    default_samples, default_seqlen = SIZES[device_type]
-    return (
-        default_samples if samples is None else samples,
-        default_seqlen if seqlen is None else seqlen,
-    )
+def calibration_size(
+    samples: int | None, seqlen: int | None, device_type: str, widest: int
+) -> tuple[int, int]:
+    """Rows and tokens of a row: as given, or what suits the device.
+
+    A GPU sees 128 rows of 2048 in seconds. A CPU takes minutes for 8 rows of 512, and more only where the
+    widest input of a layer asks for them: a Hessian of fewer tokens than inputs says little.
+    """
+    length = seqlen or (2048 if device_type == "cuda" else 512)
+    rows = 128 if device_type == "cuda" else max(8, -(-2 * widest // length))
+    return samples or rows, length
 
 
 def load_rows(

@@ -31,7 +31,7 @@ from lowbit.checkpoint.sink import Sink
 from lowbit.checkpoint.source import Source, check_finite, open_source
 from lowbit.decode import checksum, checksums, decode_packed, dequantize
 from lowbit.device import pick_device
-from lowbit.errors import SourceError
+from lowbit.errors import CalibrationError, SourceError
 from lowbit.folder import KERNELS
 from lowbit.hub import model_card
 from lowbit.plan import CopyPlan, LayerPlan, Plan, make_plan
@@ -246,9 +246,11 @@ def solve_unit(job: Job, unit: Unit) -> Solved:
 
 @contextmanager
 def naming(layer: str) -> Iterator[None]:
-    """Say which layer it is whose weights need scales that their dtype cannot hold."""
+    """Say which layer it is that cannot be solved, or whose scales do not fit in their dtype."""
     try:
         yield
+    except CalibrationError as e:
+        raise CalibrationError(f"{layer}: {e}") from None
     except ScaleError as e:
         raise SourceError(f"{layer}: {e}; keep it dense with --exclude {layer}") from None
 
@@ -281,11 +283,18 @@ def fall_back(layer: LayerPlan, reason: str) -> LayerPlan:
 
 
 def load_calibration(source: Source, plan: Plan, device: torch.device) -> CalibrationRows | None:
-    """The rows to calibrate on, None if no layer needs them; CalibrationError before a weight is read."""
+    """The rows to calibrate on, None if no layer needs them.
+
+    Raises CalibrationError for the text and PlanError for the model, before a weight is read.
+    """
     if not any(SOLVERS[layer.method].needs_data for layer in plan.layers):
         return None
     recipe = plan.recipe
-    samples, seqlen = calibration_size(recipe.samples, recipe.seqlen, device.type)
+    from lowbit.blocks import check_model
+
+    check_model(source, trust_remote_code=recipe.trust_remote_code)
+    widest = max(layer.shape[1] for layer in plan.layers)
+    samples, seqlen = calibration_size(recipe.samples, recipe.seqlen, device.type, widest)
     return load_rows(
         recipe.calib,
         source.path,

@@ -86,7 +86,7 @@ class Rule(_Keys):
 class Recipe(_Keys):
     """Everything that decides the bytes of the output, with the defaults that the command line shows."""
 
-    method: Method = "rtn"
+    method: Method = "gptq"
     bits: int = 4
     group: int = 128
     sym: bool | None = None

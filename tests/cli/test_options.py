@@ -24,7 +24,7 @@ IN_WORDS = {
     "calib": "text in the package",
     "strict": "off",
     "allow_mixed_fused": "off",
-    "samples": "128, on a CPU 16",
+    "samples": "128, on a CPU 8 or more",
     "seqlen": "2048, on a CPU 512",
     "trust_remote_code": "off",
     "validate_layers": "on",

@@ -34,7 +34,7 @@ def _flag(names: str, kind: Any, default: str, panel: str, text: str, metavar: s
 # recipe key -> option, in the order of the help
 RECIPE_FLAGS: dict[str, Any] = {
     "method": _flag(
-        "--method", str, "rtn", GRID, "rtn or hqq: no data, any architecture; gptq: calibrated.", "NAME"
+        "--method", str, "gptq", GRID, "rtn or hqq: no data, any architecture; gptq: calibrated.", "NAME"
     ),
     "bits": _flag("--bits", int, "4", GRID, "2, 3, 4 or 8 bits per weight.", "N"),
     "group": _flag(
@@ -78,7 +78,7 @@ RECIPE_FLAGS: dict[str, Any] = {
         "A .txt, .jsonl or .parquet file, or a datasets id:split:column.",
         "TEXT",
     ),
-    "samples": _flag("--samples", int, "128, on a CPU 16", DATA, "Rows of calibration text.", "N"),
+    "samples": _flag("--samples", int, "128, on a CPU 8 or more", DATA, "Rows of calibration text.", "N"),
     "seqlen": _flag("--seqlen", int, "2048, on a CPU 512", DATA, "Tokens per row.", "N"),
     "seed": _flag("--seed", int, "0", DATA, "Picks the rows.", "N"),
     "strict": _flag("--strict", bool, "off", DATA, "A shortage of rows is an error, not a note."),

@@ -55,7 +55,8 @@ def show_plan(
             from lowbit.plan import make_plan
         device = pick_device(wanted.device)
         planned = make_plan(source, wanted)
-    tokens = prod(calibration_size(wanted.samples, wanted.seqlen, device.type))
+    widest = max(layer.shape[1] for layer in planned.layers)
+    tokens = prod(calibration_size(wanted.samples, wanted.seqlen, device.type, widest))
     expected = estimate(planned, device, tokens)
     out.event(PlanReady(planned).to_json() | {"expected": [asdict(row) for row in expected]})
     out.show(*plan_view(planned), *estimate_view(expected, str(device), tokens))
