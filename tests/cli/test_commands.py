@@ -21,7 +21,7 @@ def written(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     import lowbit as library
 
     out = tmp_path_factory.mktemp("written") / "llama-int4"
-    library.quantize(original, out, device="cpu")
+    library.quantize(original, out, method="rtn", device="cpu")
     return out
 
 

@@ -98,7 +98,7 @@ def undisturbed(larger: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     import lowbit as library
 
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    library.quantize(larger, out, device="cpu")
+    library.quantize(larger, out, method="rtn", device="cpu")
     return weights(out)
 
 
@@ -112,7 +112,7 @@ def test_a_signal_exits_130_and_the_same_command_resumes(
     lowbit: Callable,
     spawn: Callable,
 ) -> None:
-    command = ["quantize", larger, "--out", tmp_path / "out", "--device", "cpu", "--json"]
+    command = ["quantize", larger, "--out", tmp_path / "out", "--method", "rtn", "--device", "cpu", "--json"]
     process = spawn(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert process.stdout is not None
     for line in process.stdout:

@@ -28,7 +28,7 @@ def model(build_llama):
 @pytest.fixture(scope="module")
 def quantized(model, tmp_path_factory):
     out = tmp_path_factory.mktemp("eval") / "out"
-    pipeline.quantize(model, out, Recipe(group=64, bits=4))
+    pipeline.quantize(model, out, Recipe(method="rtn", group=64, bits=4))
     return out
 
 
@@ -159,7 +159,7 @@ def test_every_format_is_read_as_it_was_meant(build_llama, tmp_path, text, keys)
     source = build_llama(dtype="float16", tie_word_embeddings=True)
     scores = []
     for name, format in (("one", "compressed-tensors"), ("two", keys.get("format", "compressed-tensors"))):
-        pipeline.quantize(source, tmp_path / name, Recipe(**(keys | {"format": format})))
+        pipeline.quantize(source, tmp_path / name, Recipe(**({"method": "rtn"} | keys | {"format": format})))
         scores.append(evaluate.evaluate(tmp_path / name, source, [text], window=64, max_tokens=256).total)
     assert scores[0] == scores[1]
     assert scores[0].kl_mean < 0.1
@@ -179,7 +179,7 @@ def test_conv1d_weights_come_back_the_way_the_model_holds_them(model, tmp_path, 
         GPT2LMHeadModel(config).save_pretrained(source)
     for file in model.glob("tokenizer*"):
         shutil.copy(file, source)
-    pipeline.quantize(source, tmp_path / "out", Recipe(bits=8, group=32))
+    pipeline.quantize(source, tmp_path / "out", Recipe(method="rtn", bits=8, group=32))
     report = evaluate.evaluate(tmp_path / "out", source, [text], window=64, max_tokens=256)
     assert report.total.kl_mean < 1e-4
     assert verify.verify(tmp_path / "out", source).checks["forward"] == "ok"

@@ -17,7 +17,7 @@ PROMPT = "the quick brown fox"
 def models(build_llama, tmp_path_factory):
     source = build_llama(dtype="float16")
     out = tmp_path_factory.mktemp("generate") / "out"
-    pipeline.quantize(source, out, Recipe(group=64))
+    pipeline.quantize(source, out, Recipe(method="rtn", group=64))
     return source, out
 
 

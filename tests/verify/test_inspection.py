@@ -13,7 +13,9 @@ def look(build_llama, tmp_path_factory):
 
     def make(config=None, **keys):
         out = tmp_path_factory.mktemp("inspect") / "out"
-        pipeline.quantize(build_llama(tie_word_embeddings=True, **(config or {})), out, Recipe(**keys))
+        pipeline.quantize(
+            build_llama(tie_word_embeddings=True, **(config or {})), out, Recipe(**({"method": "rtn"} | keys))
+        )
         return inspection.inspect(out, kernels=True, arch="sm_90")
 
     return make

@@ -45,7 +45,11 @@ def page(build_llama, tmp_path_factory):
     source = build_llama()
     out = tmp_path_factory.mktemp("report") / "<model> & co"
     pipeline.quantize(
-        source, out, Recipe(group=64, rules=({"match": "re:.*0.self_attn.o_proj$", "bits": 4, "group": 256},))
+        source,
+        out,
+        Recipe(
+            method="rtn", group=64, rules=({"match": "re:.*0.self_attn.o_proj$", "bits": 4, "group": 256},)
+        ),
     )
     (out / KERNELS).write_text(json.dumps(TUNED))
     evaluate.evaluate(out, source, window=64, max_tokens=256).save(out)

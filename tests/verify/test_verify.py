@@ -32,7 +32,7 @@ def written(build_llama, tmp_path_factory) -> Callable[..., tuple[Path, Path]]:
         name = repr(sorted(keys.items()))
         if name not in made:
             made[name] = tmp_path_factory.mktemp("out") / "good"
-            pipeline.quantize(source, made[name], Recipe(**keys))
+            pipeline.quantize(source, made[name], Recipe(**({"method": "rtn"} | keys)))
         return source, made[name]
 
     return write
@@ -204,7 +204,7 @@ def test_a_packer_that_is_off_by_one_is_caught_from_the_original_weights(build_l
     source = build_llama(tie_word_embeddings=False)
     pack = pipeline.pack_words
     monkeypatch.setattr(pipeline, "pack_words", lambda codes, bits: pack((codes + 1) % 2**bits, bits))
-    pipeline.quantize(source, tmp_path / "out", Recipe(validate_layers=False))
+    pipeline.quantize(source, tmp_path / "out", Recipe(method="rtn", validate_layers=False))
     report = verify.verify(tmp_path / "out", source, forward=False)
     by_check = {fault.check for fault in report.failures}
     assert {"numbers", "source"} <= by_check
