@@ -42,7 +42,9 @@ def test_rtn_asym_stays_rtn_and_asymmetric() -> None:
     assert (recipe.method, recipe.symmetric, recipe.group) == ("rtn", False, 64)
 
 
-@pytest.mark.parametrize(("name", "method"), [("gptq", "gptq"), ("hqq-asym", "hqq"), ("int4", "rtn")])
+@pytest.mark.parametrize(
+    ("name", "method"), [("gptq", "gptq"), ("hqq-asym", "hqq"), ("int4", "gptq"), ("rtn-asym", "rtn")]
+)
 def test_the_method_is_what_the_name_says(name: str, method: str) -> None:
     assert make_recipe(RECIPES / f"{name}.yaml").method == method
 
