@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -206,3 +207,16 @@ def test_push_dry_run_shows_people_the_files_and_that_verify_ran(written: Path, 
 def test_push_refuses_what_verify_refuses(damaged: Path, lowbit: Callable) -> None:
     ran = lowbit("push", damaged, "someone/llama-int4", "--dry-run")
     assert ran.code == 1
+
+
+@pytest.mark.parametrize(("own", "wanted"), [(None, "passive"), ("active", "active")])
+def test_threads_wait_without_spinning_unless_told_otherwise(monkeypatch, own, wanted):
+    from lowbit.cli.app import main
+
+    environ = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    monkeypatch.setattr("os.environ", environ | ({} if own is None else {"OMP_WAIT_POLICY": own}))
+    monkeypatch.setattr("sys.argv", ["lowbit", "--version"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert not stopped.value.code
+    assert os.environ["OMP_WAIT_POLICY"] == wanted
