@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: demo test lint bench kernel-package clean
 
 demo: .venv/ready
-	$(BIN)/lowbit quantize demo --method rtn --bits 4 --group 128 --out $(DEMO) --overwrite
+	$(BIN)/lowbit quantize demo --bits 4 --group 128 --out $(DEMO) --overwrite
 	$(BIN)/lowbit verify $(DEMO) --source demo
 	$(BIN)/lowbit generate $(DEMO) "$(PROMPT)" --chat --compare
 
