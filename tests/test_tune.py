@@ -19,7 +19,8 @@ from lowbit_kernels.tables import read_table
 
 def test_alike_layers_are_one_kind_and_a_row_is_its_width():
     sym, row = QuantScheme(4, 128, True, "bfloat16"), QuantScheme(8, -1, False, "float32")
-    found = kinds([((256, 512), sym), ((256, 512), sym), ((128, 512), sym), ((256, 512), row)])
+    layers = {"a": ((256, 512), sym), "b": ((256, 512), sym), "c": ((128, 512), sym), "d": ((256, 512), row)}
+    found = kinds(layers)
     assert [
         (kind.n, kind.k, kind.bits, kind.group_size, kind.has_zero, kind.act_dtype) for kind in found
     ] == [
@@ -27,6 +28,14 @@ def test_alike_layers_are_one_kind_and_a_row_is_its_width():
         (128, 512, 4, 128, False, "bfloat16"),
         (256, 512, 8, 512, True, "float16"),
     ]
+
+
+def test_siblings_of_one_scheme_are_one_product():
+    sym, other = QuantScheme(4, 128, True, "bfloat16"), QuantScheme(8, 128, True, "bfloat16")
+    layers = {f"0.{name}": ((n, 512), sym) for name, n in (("v_proj", 64), ("q_proj", 256), ("k_proj", 64))}
+    layers |= {"0.gate_proj": ((1024, 512), sym), "0.up_proj": ((1024, 512), other)}
+    layers |= {"1.gate_proj": ((128, 512), sym)}
+    assert [(kind.n, kind.bits) for kind in kinds(layers)] == [(384, 4), (1024, 4), (1024, 8), (128, 4)]
 
 
 def test_quantize_leaves_the_choice_that_would_be_made_without_it(llama_folder, tmp_path):
@@ -37,7 +46,7 @@ def test_quantize_leaves_the_choice_that_would_be_made_without_it(llama_folder, 
     assert table["tuned"] is False
     problems = [Problem(**row["problem"]) for row in table["rows"]]
     assert {(p.n, p.k, p.bits) for p in problems} == {
-        (256, 256, 4), (128, 256, 4), (512, 256, 4), (256, 512, 8),
+        (256, 256, 4), (512, 256, 4), (1024, 256, 4), (256, 512, 8),
     }  # fmt: skip
     assert [KernelConfig(**row["config"]) for row in table["rows"]] == [
         choose(problem) for problem in problems

@@ -14,7 +14,7 @@ They were fitted to the search in benchmarks/NOTES.md and need no measurement on
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,6 +90,30 @@ def prepare(weight: GemmWeight) -> GemmWeight | FragmentWeight:
         return weight
     return fragment.repack(
         weight.words, weight.scale, weight.zero_point, weight.bits, weight.group_size, weight.in_features
+    )
+
+
+def concatenate(weights: Sequence[AnyWeight]) -> AnyWeight:
+    """The rows of all weights below each other, as one weight in the order that the first has.
+
+    Raises ValueError if bits, group size, in_features, order, dtype or the presence of zero-points differ.
+    """
+    first = weights[0]
+    kinds = {
+        (type(w), w.bits, w.group_size, w.in_features, w.scale.dtype, w.zero_point is None) for w in weights
+    }
+    if len(kinds) > 1:
+        raise ValueError(f"weights of unlike kinds cannot be one: {sorted(map(str, kinds))}")
+    if isinstance(first, FragmentWeight):
+        return fragment.concatenate([w for w in weights if isinstance(w, FragmentWeight)])
+    zeros = [w.zero_point for w in weights if w.zero_point is not None]
+    return GemmWeight(
+        torch.cat([w.words for w in weights]),
+        torch.cat([w.scale for w in weights]),
+        torch.cat(zeros) if zeros else None,
+        first.bits,
+        first.group_size,
+        first.in_features,
     )
 
 

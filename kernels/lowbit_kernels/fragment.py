@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -869,6 +870,30 @@ def repack(
     return FragmentWeight(
         layout, target, by_group(scale), None if zero_point is None else by_group(zero_point), group_size
     )
+
+
+def concatenate(weights: Sequence[FragmentWeight]) -> FragmentWeight:
+    """The rows of all weights below each other; all of one kind. Waits for the device, as repack() does.
+
+    Rows are taken in blocks of TILE_N, so every weight but the last has to fill its last block.
+    """
+    first = weights[0]
+    blocks = [-(-w.out_features // TILE_N) for w in weights]
+    if any(w.out_features % TILE_N for w in weights[:-1]):
+        raise ValueError(f"out_features {[w.out_features for w in weights]} are not multiples of {TILE_N}")
+    layout = FragmentLayout(first.bits, sum(w.out_features for w in weights), first.in_features)
+
+    def by_group(parts: list[Tensor]) -> Tensor:
+        rows = torch.cat([t[:, : w.out_features] for t, w in zip(parts, weights, strict=True)], dim=1)
+        return torch.nn.functional.pad(rows, (0, layout.padded_n - layout.out_features)).contiguous()
+
+    words = first.words.new_zeros(layout.shape)
+    torch.cat([w.words[:b] for w, b in zip(weights, blocks, strict=True)], out=words[: sum(blocks)])
+    zeros = [w.zero_point for w in weights if w.zero_point is not None]
+    scale, zero_point = by_group([w.scale for w in weights]), by_group(zeros) if zeros else None
+    if words.is_cuda:
+        torch.cuda.current_stream(words.device).synchronize()
+    return FragmentWeight(layout, words, scale, zero_point, first.group_size)
 
 
 def decode(

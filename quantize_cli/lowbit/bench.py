@@ -37,7 +37,8 @@ def bench(
     if path is None:
         return kernels.bench(USUAL, tokens, on_row)
     folder = open_quantized(path, "bench")
-    shapes = measurable(kinds((layer.shape, layer.scheme) for layer in folder.layers.values()))
+    layers = {name: (layer.shape, layer.scheme) for name, layer in folder.layers.items()}
+    shapes = measurable(kinds(layers))
     if not shapes:
         raise RecipeError(f"{path}: none of its layers has a kernel that can be measured")
     if (folder.path / KERNELS).is_file():

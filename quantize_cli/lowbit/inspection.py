@@ -14,6 +14,7 @@ from typing import Any
 
 from lowbit.errors import SourceError
 from lowbit.folder import Folder, StoredLayer, open_quantized
+from lowbit.plan import FUSED
 from lowbit.scheme import QuantScheme
 
 # linears that engines split along their inputs, each rank holding whole groups
@@ -269,8 +270,8 @@ def _mixed_fused(folder: Folder) -> str | None:
     dense = {name.removesuffix(".weight") for name in folder.dense if name.endswith(".weight")}
     for layer in folder.layers.values():
         parent, _, kind = layer.name.rpartition(".")
-        for members in ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}):
-            for other in members - {kind} if kind in members else ():
+        for members in FUSED:
+            for other in set(members) - {kind} if kind in members else ():
                 sibling = f"{parent}.{other}"
                 if sibling in dense:
                     return f"{layer.name} is packed and {sibling} is not: they must share a scheme"

@@ -107,7 +107,7 @@ def quantize(
             rows = [row for unit in units for row in sink.done[unit.name]["rows"]]
             manifest = make_manifest(source, plan, rows, source.sha256(), calibration)
             write_side_files(source, plan, manifest, sink)
-            layers = [(layer.shape, layer.scheme) for layer in plan.layers]
+            layers = {layer.name: (layer.shape, layer.scheme) for layer in plan.layers}
             sink.write_text(KERNELS, tune.untuned_table(layers), replaceable=True)
             files = sink.finish(manifest)
     summary = summarize(plan, manifest, out, files, time.monotonic() - started)

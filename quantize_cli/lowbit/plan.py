@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,12 +39,12 @@ NORM = re.compile(r"norm|^ln(_|\d|$)|layernorm")
 CONV1D_MODELS = {"gpt2", "openai-gpt", "imagegpt"}
 CONV1D = {"c_attn", "c_proj", "c_fc"}
 
-# linears that engines fuse into one launch and that must therefore share a scheme
+# linears that read the same input: engines fuse them into one launch, so they must share a scheme
 FUSED = (
-    {"q_proj", "k_proj", "v_proj"},
-    {"gate_proj", "up_proj"},
-    {"w1", "w3"},
-    {"q_a_proj", "kv_a_proj_with_mqa"},
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 
 # how transformers stores the experts of a block in one tensor: [E, out, in] unless listed here
@@ -391,6 +391,22 @@ def _fused_group(name: str) -> str | None:
     parent, _, last = name.rpartition(".")
     family = next((i for i, family in enumerate(FUSED) if last in family), None)
     return None if family is None else f"{parent}:{family}"
+
+
+def stacks(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Names of linears with those that read the same input together, in the order of FUSED, once each.
+
+    A linear whose siblings are not all among the names stands alone.
+    """
+    given = dict.fromkeys(names)
+    found: dict[tuple[str, ...], None] = {}
+    for name in given:
+        parent, dot, last = name.rpartition(".")
+        family = next((family for family in FUSED if last in family), ())
+        members = tuple(f"{parent}{dot}{sibling}" for sibling in family)
+        whole = len(members) > 1 and all(member in given for member in members)
+        found[members if whole else (name,)] = None
+    return list(found)
 
 
 def _by_fused_group(candidates: list[_Candidate]) -> dict[str, list[_Candidate]]:

@@ -5,7 +5,8 @@
     lowbit.use_in_transformers()                     from_pretrained, from then on
 
 On a GPU the product is the W4A16 kernel of lowbit_kernels, elsewhere the plain-torch reference, which is
-right and slow. Weights stay packed on both.
+right and slow. Weights stay packed on both. Linears that read the same input (q/k/v, gate/up) are one product
+over all their outputs.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from lowbit.checkpoint.formats import FORMATS, compressed_tensors, format_of
 from lowbit.device import pick_device
 from lowbit.errors import PlanError, SourceError
 from lowbit.folder import KERNELS, DenseView, Folder, open_folder
-from lowbit.plan import LayerPlan
+from lowbit.plan import LayerPlan, stacks
 from lowbit.scheme import PackedTensor, QuantScheme
 from lowbit.skeleton import Skeleton, Slot, build_skeleton, find_slots
 from lowbit.skeleton import load as load_tensors
 from lowbit.validate import gemm_weight
-from lowbit_kernels.dispatch import GemmWeight, install, prepare
+from lowbit_kernels.dispatch import GemmWeight, concatenate, install, prepare
 from lowbit_kernels.fragment import FragmentWeight
 from lowbit_kernels.functional import as_weight, linear, quantize, restore
 from lowbit_kernels.tables import read_table
@@ -47,7 +48,7 @@ class QuantLinear(nn.Module):
     zero_point: Tensor | None
     bias: nn.Parameter | None
 
-    def __init__(self, weight: GemmWeight, bias: nn.Parameter | None = None) -> None:
+    def __init__(self, weight: GemmWeight | FragmentWeight, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.out_features, weight.in_features
         self.bits, self.group_size = weight.bits, weight.group_size
@@ -58,7 +59,7 @@ class QuantLinear(nn.Module):
 
     def stored(self) -> GemmWeight:
         """The weight in the order of files."""
-        weight = self._weight()
+        weight = self.weight_now()
         return weight if isinstance(weight, GemmWeight) else restore(weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,7 +74,8 @@ class QuantLinear(nn.Module):
             self.out_features,
         )
 
-    def _weight(self) -> GemmWeight | FragmentWeight:
+    def weight_now(self) -> GemmWeight | FragmentWeight:
+        """The weight in the order of its device."""
         return as_weight(
             self.words,
             self.scale,
@@ -86,7 +88,7 @@ class QuantLinear(nn.Module):
 
     def _arrange(self) -> None:
         """Put the words in the order of their device: the fast kernels' on a GPU, that of files elsewhere."""
-        weight = self._weight()
+        weight = self.weight_now()
         if isinstance(weight, GemmWeight) and self.words.is_cuda:
             weight = prepare(weight)
         elif isinstance(weight, FragmentWeight) and not self.words.is_cuda:
@@ -102,6 +104,47 @@ class QuantLinear(nn.Module):
     def extra_repr(self) -> str:
         grid = "symmetric" if self.zero_point is None else "asymmetric"
         return f"{self.in_features}, {self.out_features}, int{self.bits} {grid} g{self.group_size}"
+
+
+class SharedProduct(nn.Module):
+    """One product for the linears of several names that read the same x.
+
+    The first name to be asked computes it; it is let go when the last has taken its rows.
+    """
+
+    def __init__(self, linear: QuantLinear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.x: Tensor | None = None
+        self.y: Tensor | None = None
+
+    def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+        # an x that was changed in place since is still the same x: the first always computes
+        if start == 0 or self.y is None or self.x is not x:
+            self.x, self.y = x, self.linear(x)
+        y = self.y[..., start:stop]
+        if stop == self.linear.out_features:
+            self.x = self.y = None
+        return y
+
+
+class LinearRows(nn.Module):
+    """A linear that is rows start to stop of a shared product, which is a submodule of the first."""
+
+    def __init__(self, product: SharedProduct, start: int, stop: int) -> None:
+        super().__init__()
+        if start == 0:
+            self.product = product
+        # a module with several parents would be moved and offloaded by each
+        self._shared = (product,)
+        self.start, self.stop = start, stop
+        self.in_features, self.out_features = product.linear.in_features, stop - start
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._shared[0].rows(x, self.start, self.stop)
+
+    def extra_repr(self) -> str:
+        return f"rows {self.start} to {self.stop} of {self._shared[0].linear.out_features}"
 
 
 class QuantExperts(nn.Module):
@@ -158,6 +201,7 @@ def load(
     names = [name for name in built.state_dict() if name in skeleton.origins or name not in tied]
     load_tensors(skeleton, view, names, lambda name, stored: dtype, device)
     built.tie_weights()
+    share_products(built)
     if (folder.path / "generation_config.json").is_file():
         built.generation_config = type(built.generation_config).from_pretrained(folder.path)
     return built
@@ -261,6 +305,34 @@ def _read_layer(folder: Folder, name: str) -> PackedTensor:
     return format.decode(name, folder.read, layer.scheme, layer.shape)
 
 
+def share_products(model: nn.Module) -> None:
+    """Make one product of the QuantLinear modules that read the same input and have one scheme; in place.
+
+    lowbit.load does it; after patch_model, call it when the model is where it will run.
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    for names in stacks(linears):
+        parts = [linears[name] for name in names]
+        if len(parts) == 1 or (stacked := _stack(parts)) is None:
+            continue
+        product, start = SharedProduct(stacked), 0
+        for name, part in zip(names, parts, strict=True):
+            model.set_submodule(name, LinearRows(product, start, start + part.out_features))
+            start += part.out_features
+
+
+def _stack(parts: list[QuantLinear]) -> QuantLinear | None:
+    """The rows of all parts below each other; None where they are of unlike kinds."""
+    biases = [part.bias.data for part in parts if part.bias is not None]
+    if len(biases) not in (0, len(parts)):
+        return None
+    try:
+        weight = concatenate([part.weight_now() for part in parts])
+    except ValueError:
+        return None
+    return QuantLinear(weight, nn.Parameter(torch.cat(biases)) if biases else None)
+
+
 def use_in_transformers() -> None:
     """From now on, from_pretrained puts a QuantLinear in place of every packed linear of compressed-tensors
     checkpoints, whoever wrote them. Experts are decoded by transformers; lowbit.load keeps them packed too.
@@ -276,6 +348,7 @@ def use_in_transformers() -> None:
             for name, module in list(model.named_modules()):
                 if hasattr(module, "weight_packed"):
                     model.set_submodule(name, _from_compressed(name, module))
+            share_products(model)
             return model
 
     auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"] = PackedQuantizer

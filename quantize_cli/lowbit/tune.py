@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from lowbit.errors import RecipeError
 from lowbit.folder import KERNELS, open_quantized
+from lowbit.plan import stacks
 from lowbit.scheme import QuantScheme
 from lowbit_kernels import tuning
 from lowbit_kernels.dispatch import arch_of, choose, order_of
@@ -20,8 +21,8 @@ from lowbit_kernels.tables import table_text
 # What the untuned choice is written for where there is no GPU to ask.
 USUAL_ARCH = "sm_90"
 
-# Layers of a checkpoint as (shape, scheme).
-Layers = Iterable[tuple[tuple[int, int], QuantScheme]]
+# Layers of a checkpoint: shape and scheme by name.
+Layers = Mapping[str, tuple[tuple[int, int], QuantScheme]]
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,18 @@ class Kind:
 
 
 def kinds(layers: Layers) -> list[Kind]:
-    """The distinct kinds among layers, in order. fp32 models run in fp16: the fast kernels take 16 bits."""
+    """The distinct kinds of products that lowbit.load makes of layers, in order.
+
+    Siblings of one scheme are one product. fp32 models run in fp16: the fast kernels take 16 bits.
+    """
     found: dict[Kind, None] = {}
-    for (n, k), scheme in layers:
-        act = "float16" if scheme.scale_dtype == "float32" else scheme.scale_dtype
-        kind = Kind(n, k, scheme.bits, scheme.width(k), not scheme.symmetric, act)
-        found[kind] = None
+    for names in stacks(layers):
+        parts = [layers[name] for name in names]
+        if len({(k, scheme) for (_, k), scheme in parts}) == 1:
+            parts = [((sum(n for (n, _), _ in parts), parts[0][0][1]), parts[0][1])]
+        for (n, k), scheme in parts:
+            act = "float16" if scheme.scale_dtype == "float32" else scheme.scale_dtype
+            found[Kind(n, k, scheme.bits, scheme.width(k), not scheme.symmetric, act)] = None
     return list(found)
 
 
@@ -94,7 +101,7 @@ def tune(
             "tune measures on a GPU and torch sees none here; run it where the model will serve"
         )
     folder = open_quantized(path, "tune")
-    found = kinds((layer.shape, layer.scheme) for layer in folder.layers.values())
+    found = kinds({name: (layer.shape, layer.scheme) for name, layer in folder.layers.items()})
     shapes = measurable(found)
     if not shapes:
         raise RecipeError(f"{path}: none of its layers has a kernel that can be tuned")

@@ -17,6 +17,7 @@ from lowbit_kernels.dispatch import (
     GemmWeight,
     KernelConfig,
     choose,
+    concatenate,
     matmul,
     prepare,
     problem_of,
@@ -206,6 +207,33 @@ def test_kernel_and_torch_agree_on_the_words(bits, device):
     stored = truth.pack(codes, bits).to(device)
     repacked = fragment.repack(stored, torch.ones(37, 1).half().to(device), None, bits, 200, 200)
     assert torch.equal(repacked.words.cpu(), words)
+
+
+@pytest.mark.parametrize("order", ["row", "fragment"])
+@pytest.mark.parametrize("zero", [None, torch.uint8], ids=str)
+def test_rows_below_each_other_are_the_weight_of_all_rows(order, zero, device):
+    parts = [make_problem(Case(1, n, 200, 40, DECODE, 4, zero), device).weight for n in (32, 144, 7)]
+    if order == "fragment":
+        parts = [make_problem(Case(1, n, 192, 64, DECODE, 4, zero), device).weight for n in (32, 144, 7)]
+    whole = replace(
+        parts[0],
+        words=torch.cat([part.words for part in parts]),
+        scale=torch.cat([part.scale for part in parts]),
+        zero_point=None if zero is None else torch.cat([part.zero_point for part in parts]),
+    )
+    found, wanted = concatenate([prepare(part) for part in parts]), prepare(whole)
+    assert type(found) is type(wanted)
+    assert found.out_features == 183
+    for name in ("words", "scale") if zero is None else ("words", "scale", "zero_point"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+
+
+def test_rows_of_unlike_weights_are_not_put_together():
+    part = make_problem(Case(1, 24, 128, 64, DECODE)).weight
+    with pytest.raises(ValueError, match="multiples of 16"):
+        concatenate([prepare(part), prepare(part)])
+    with pytest.raises(ValueError, match="unlike"):
+        concatenate([part, make_problem(Case(1, 24, 128, 32, DECODE)).weight])
 
 
 def test_words_of_another_layout_are_refused():

@@ -13,7 +13,7 @@ from lowbit.errors import PlanError, SourceError
 from lowbit.folder import DenseView, open_folder
 from lowbit.pipeline import quantize
 from lowbit.recipe import make_recipe
-from lowbit.runtime import QuantLinear
+from lowbit.runtime import LinearRows, QuantLinear, share_products
 from lowbit.scheme import QuantScheme
 from lowbit_kernels.reference import dequantize, quantize_groups
 
@@ -127,8 +127,9 @@ def test_from_pretrained_runs_on_packed_linears_when_asked(name, tmp_path, monke
     quantized = {layer for layer in open_folder(out).layers if ".experts." not in layer}
     with torch.no_grad():
         assert close(model(IDS).logits, dense_logits(out, tmp_path))
-    # and they are still packed after a forward
-    assert {n for n, m in model.named_modules() if isinstance(m, QuantLinear)} == quantized
+    # and they are still packed after a forward, q/k/v and gate/up in one
+    packed = {n for n, m in model.named_modules() if isinstance(m, QuantLinear | LinearRows)}
+    assert {n for n in packed if not n.endswith(".product.linear")} == quantized
 
 
 FORMATS = [
@@ -151,6 +152,38 @@ def test_every_format_runs(recipe, tmp_path):
     )
     with torch.no_grad():
         assert close(load(out, device="cpu")(IDS).logits, dense_logits(out, tmp_path))
+
+
+def test_siblings_share_a_product_and_nothing_is_kept():
+    """Against the linears one by one; q/k/v with biases in any order and with inputs of their own."""
+    torch.manual_seed(0)
+    names = {"q_proj": 64, "k_proj": 32, "v_proj": 32, "o_proj": 64}
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(128, n) for name, n in names.items()})
+    patch_model(model, QuantScheme(4, 64))
+    x, other = torch.randn(2, 3, 128), torch.randn(3, 128)
+    truth = {name: (model[name](x), model[name](other)) for name in names}
+    share_products(model)
+    assert [type(model[name]) for name in names] == [LinearRows] * 3 + [QuantLinear]
+    for order in (["q_proj", "k_proj", "v_proj"], ["v_proj", "q_proj", "k_proj"], ["k_proj", "k_proj"]):
+        for name in order:
+            assert close(model[name](x), truth[name][0])
+    assert close(model["q_proj"](x), truth["q_proj"][0])
+    assert close(model["k_proj"](other), truth["k_proj"][1])
+    assert close(model["v_proj"](other), truth["v_proj"][1])
+    product = model["q_proj"].product
+    assert product.x is None
+    assert product.y is None
+    model["q_proj"](x)
+    x.copy_(torch.zeros_like(x))
+    assert close(model["q_proj"](x), model["q_proj"](torch.zeros(1, 128)).expand(2, 3, 64))
+
+
+def test_siblings_of_unlike_kinds_stay_apart():
+    model = torch.nn.ModuleDict({"gate_proj": torch.nn.Linear(128, 32, bias=False)})
+    model["up_proj"] = torch.nn.Linear(128, 32)
+    patch_model(model, QuantScheme(4, 64))
+    share_products(model)
+    assert all(isinstance(module, QuantLinear) for module in model.values())
 
 
 def test_loaded_model_compiles_in_one_graph(llama_folder, tmp_path):
