@@ -866,6 +866,7 @@ def repack(
         return torch.nn.functional.pad(t.t(), (0, layout.padded_n - n, 0, filled - groups)).contiguous()
 
     if words.is_cuda:
+        _reserve_counters(words.device)
         torch.cuda.current_stream(words.device).synchronize()
     return FragmentWeight(
         layout, target, by_group(scale), None if zero_point is None else by_group(zero_point), group_size
@@ -1085,12 +1086,30 @@ def _padded(x: Tensor, padded_k: int) -> Tensor:
     return rows
 
 
-# Counters of running split-K kernels, all 0 between launches: one tensor for each device and stream, so that
-# streams never share one. Captured graphs may replay on any stream, so each captured launch gets its own part
-# of a block that was zeroed before.
+# Counters of running split-K kernels, all 0 between launches. A device has one block of them, zeroed when its
+# first weight is repacked: memory taken later may belong to the pool of a graph. Streams take a part each, so
+# that they never share one, and so does every captured launch, since a graph may replay on any stream.
+_COUNTERS = 1 << 20
+_unused_counters: dict[int, Tensor] = {}
 _stream_counters: dict[tuple[int, int], Tensor] = {}
-_graph_counters: dict[int, list[Tensor]] = {}
-_GRAPH_COUNTERS = 1 << 20
+
+
+def _reserve_counters(device: torch.device) -> None:
+    if device.index not in _unused_counters:
+        _unused_counters[device.index] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _take_counters(device: torch.device, count: int) -> Tensor:
+    """`count` zeros of the block, or of their own where it is used up or was never reserved.
+
+    The latter is right in a graph as well, which clears them at each replay.
+    """
+    unused = _unused_counters.get(device.index)
+    if unused is None or unused.numel() < count:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    _unused_counters[device.index] = unused[count:]
+    return unused[:count]
 
 
 def _workspace(out: Tensor, split_k: int, tiles: int) -> tuple[Tensor, Tensor]:
@@ -1100,21 +1119,13 @@ def _workspace(out: Tensor, split_k: int, tiles: int) -> tuple[Tensor, Tensor]:
     partial = torch.empty((split_k, *out.shape), dtype=torch.float32, device=out.device)
     if not out.is_cuda:
         return partial, torch.zeros(tiles, dtype=torch.int32, device=out.device)
-    device = out.device.index
     if torch.cuda.is_current_stream_capturing():
-        free = _graph_counters.get(device)
-        if free is None or free[0].numel() < tiles:
-            # right as well: the graph clears them at each replay
-            return partial, torch.zeros(tiles, dtype=torch.int32, device=out.device)
-        taken, free[0] = free[0][:tiles], free[0][tiles:]
-        return partial, taken
-    if device not in _graph_counters:
-        _graph_counters[device] = [torch.zeros(_GRAPH_COUNTERS, dtype=torch.int32, device=out.device)]
-        torch.cuda.current_stream(device).synchronize()
-    key = device, torch.cuda.current_stream(device).cuda_stream
+        return partial, _take_counters(out.device, tiles)
+    _reserve_counters(out.device)
+    key = out.device.index, torch.cuda.current_stream(out.device).cuda_stream
     counters = _stream_counters.get(key)
     if counters is None or counters.numel() < tiles:
-        counters = torch.zeros(max(tiles, 1 << 14), dtype=torch.int32, device=out.device)
+        counters = _take_counters(out.device, max(tiles, 1 << 14))
         _stream_counters[key] = counters
     return partial, counters
 
