@@ -3,10 +3,11 @@
     python benchmarks/decode.py --json benchmarks/results/decode-h200.json
     python benchmarks/decode.py --device cpu --hidden 256 --intermediate 512 --layers 2 --vocab 512   a try
 
-A random model of Llama-3-8B's shape stands in fp16 on the GPU. Its linears are rounded to 4 bits, written as
-a compressed-tensors folder and loaded by lowbit.load; both models stay in memory. Each decodes greedily from
-a prompt with a static cache; one step is captured in a CUDA graph (or, with --harness compile, compiled with
-mode="reduce-overhead"), the same harness for both, and rounds of `--steps` replays alternate between them.
+A random model of Llama-3-8B's shape stands in fp16 on the GPU. The linears of its decoder blocks are rounded
+to 4 bits (the output layer stays dense, or takes --head-bits), written as a compressed-tensors folder and
+loaded by lowbit.load; both models stay in memory. Each decodes greedily from a prompt with a static cache.
+One step, from token to token, is compiled with mode="reduce-overhead", which puts it in a CUDA graph (with
+--harness graph it is captured as it is), for both alike, and rounds of --steps steps alternate between them.
 Reported: the median over rounds. Before any time is taken, products of the loaded model are compared with the
 plain-torch reference.
 """
@@ -53,11 +54,16 @@ def build(given: argparse.Namespace, device: torch.device) -> Any:
     )
     torch.manual_seed(0)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float16, attn_implementation=given.attention
+        ).eval()
 
 
-def write_quantized(model: Any, folder: Path, scheme: QuantScheme) -> None:
-    """One file for the dense part and one for each decoder block, the config, and the index."""
+def write_quantized(model: Any, folder: Path, schemes: dict[str, QuantScheme]) -> None:
+    """One file for the dense part and one for each decoder block, the config, and the index.
+
+    schemes: of the linears of "layers" and of the "lm_head"; what is not named stays dense.
+    """
     chosen = FORMATS["compressed-tensors"]
     files: dict[str, dict[str, torch.Tensor]] = {}
     layers: list[LayerPlan] = []
@@ -65,7 +71,8 @@ def write_quantized(model: Any, folder: Path, scheme: QuantScheme) -> None:
         module = name.removesuffix(".weight")
         block = name.split(".")[2] if ".layers." in name else "dense"
         held = files.setdefault(f"model-{block}.safetensors", {})
-        if ".layers." not in name or tensor.dim() != 2:
+        scheme = schemes.get("layers" if ".layers." in name else module)
+        if scheme is None or tensor.dim() != 2:
             held[name] = tensor.cpu()
             continue
         n, k = tensor.shape
@@ -79,7 +86,8 @@ def write_quantized(model: Any, folder: Path, scheme: QuantScheme) -> None:
         save_file(tensors, folder / file, {"format": "pt"})
     weight_map = {name: file for file, tensors in files.items() for name in tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    config = model.config.to_dict() | {"quantization_config": chosen.quantization_config(layers, ["lm_head"])}
+    dense = [] if "lm_head" in schemes else ["lm_head"]
+    config = model.config.to_dict() | {"quantization_config": chosen.quantization_config(layers, dense)}
     (folder / "config.json").write_text(json.dumps(config, default=str))
 
 
@@ -112,31 +120,30 @@ class Decoder:
         self.cache = StaticCache(config=model.config, max_cache_len=PROMPT + steps + 8)
         known = inspect.signature(model.model.forward).parameters
         self.options = {"cache" if "cache" in known else "past_key_values": self.cache, "use_cache": True}
-        prompt = torch.arange(PROMPT, device=device)[None] % model.config.vocab_size
         self.model = model
-        with torch.no_grad():
-            self.token = model(prompt, **self.options).logits[:, -1:].argmax(-1)
+        prompt = torch.arange(PROMPT, device=device)[None] % model.config.vocab_size
+        self.token = self._next(prompt)
         self.start = self.token.clone()
-        self.step: Callable[[], None] = self._step
+        following = self._next
         if harness == "compile":
-            self.model = torch.compile(model, mode="reduce-overhead", fullgraph=True)
-            for _ in range(3):
-                self._step()
+            following = torch.compile(self._next, mode="reduce-overhead", fullgraph=True)
+        self.step: Callable[[], Any] = lambda: self.token.copy_(following(self.token))
+        for _ in range(3):
+            self.step()
         if harness == "graph":
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for _ in range(3):
-                    self._step()
+                self.step()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                self._step()
+                self.step()
             self.step = graph.replay
 
     @torch.no_grad()
-    def _step(self) -> None:
-        self.token.copy_(self.model(self.token, **self.options).logits[:, -1:].argmax(-1))
+    def _next(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens, **self.options).logits[:, -1:].argmax(-1)
 
     def seconds(self, steps: int) -> tuple[float, list[int]]:
         """Time of `steps` tokens from the end of the prompt, and the tokens."""
@@ -167,7 +174,9 @@ def weight_bytes(model: Any) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--harness", choices=["eager", "graph", "compile"], default="graph")
+    parser.add_argument("--harness", choices=["eager", "graph", "compile"], default="compile")
+    parser.add_argument("--attention", choices=["sdpa", "eager"], default="sdpa")
+    parser.add_argument("--head-bits", type=int, choices=[4, 8, 16], default=16)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
@@ -184,8 +193,12 @@ def main() -> None:
     harness = given.harness if device.type == "cuda" else "eager"
     dense = build(given, device)
     with tempfile.TemporaryDirectory() as folder:
-        write_quantized(dense, Path(folder), QuantScheme(4, 128, True, "float16"))
+        schemes = {"layers": QuantScheme(4, 128, True, "float16")}
+        if given.head_bits < 16:
+            schemes["lm_head"] = QuantScheme(given.head_bits, 128, True, "float16")
+        write_quantized(dense, Path(folder), schemes)
         loaded = runtime.load(folder, device=device, dtype=torch.float16)
+    loaded.set_attn_implementation(given.attention)
     models = {"fp16": dense, "lowbit.load": loaded}
     error = check(loaded, device)
     decoders = {name: Decoder(model, given.steps, device, harness) for name, model in models.items()}
@@ -202,7 +215,8 @@ def main() -> None:
         "prompt": PROMPT,
         "steps": given.steps,
         "rounds": given.rounds,
-        "harness": f"{harness}, static cache",
+        "harness": f"{harness}, static cache, attention {given.attention}",
+        "head_bits": given.head_bits,
         "tokens_per_second": median,
         "all_rounds": rates,
         "weight_gb_per_token": {name: weight_bytes(model) / 1e9 for name, model in models.items()},
