@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from lowbit.errors import RecipeError
 from lowbit.folder import KERNELS, open_quantized
+from lowbit.report import KernelPoint, roofline_figure
 from lowbit.tune import kinds, measurable
 from lowbit_kernels import bench as kernels
 from lowbit_kernels.dispatch import install
@@ -45,3 +46,33 @@ def bench(
         configs, _ = read_table(folder.path / KERNELS, torch.cuda.get_device_name())
         install(configs)
     return kernels.bench(shapes, tokens, on_row)
+
+
+def plot(rows: Sequence[kernels.BenchRow], file: Path) -> None:
+    """Draw the right rows under the roof of this GPU; the ending of file says how: .png, .svg, .pdf.
+
+    Raises RecipeError if the ending is none of matplotlib's, matplotlib is missing or nothing was right.
+    """
+    points = [
+        KernelPoint(row.n, row.k, row.m, row.config.variant, row.us, row.nbytes + 2 * row.m * (row.n + row.k))
+        for row in rows
+        if row.us is not None
+    ]
+    if not points:
+        raise RecipeError(f"{file}: no product was right, so there is nothing to draw")
+    roofline_figure(points, torch.cuda.get_device_name()).savefig(file, dpi=200)
+
+
+def check_plot(file: Path) -> None:
+    """Refuse a file that plot() could not write, before anything is measured."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RecipeError("--plot needs matplotlib; run `pip install 'lowbit[report]'`") from None
+    known = Figure().canvas.get_supported_filetypes()
+    if file.suffix[1:] not in known:
+        raise RecipeError(
+            f"{file}: not a picture that can be written; use one of .{', .'.join(sorted(known))}"
+        )
+    if not file.absolute().parent.is_dir():
+        raise RecipeError(f"{file}: no such folder {file.absolute().parent}")

@@ -353,6 +353,12 @@ def kernel_points(table: dict[str, Any] | None) -> list[KernelPoint]:
 
 
 def roofline(points: Sequence[KernelPoint], device: str) -> str:
+    """roofline_figure as an <svg> element."""
+    figure = roofline_figure(points, device)
+    return _svg(figure, f"Measured speed of the tuned kernels on {device}", {})
+
+
+def roofline_figure(points: Sequence[KernelPoint], device: str) -> Any:
     """TFLOP/s over operations a byte, a line for each shape, under the roof of the device if it is known."""
     figure, axes = _figure(6.4, 3.6)
     intensities = [point.intensity for point in points]
@@ -376,7 +382,7 @@ def roofline(points: Sequence[KernelPoint], device: str) -> str:
     axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
     axes.legend(frameon=False, fontsize=8, labelcolor=INK, title="out × in", title_fontproperties={"size": 8})
     axes.get_legend().get_title().set_color(MUTED)
-    return _svg(figure, f"Measured speed of the tuned kernels on {device}", {})
+    return figure
 
 
 # ---- text

@@ -60,8 +60,23 @@ def test_a_folders_own_layers_are_measured(
         command = ["quantize", llama_folder, "--out", tmp_path / "out", "--method", "rtn", "--device", "cpu"]
         assert lowbit(*command).code == 0
     assert lowbit("bench", tmp_path / "out").code == 0
-    assert {(shape.n, shape.k) for shape in asked[0]} == {(256, 256), (128, 256), (512, 256), (256, 512)}
+    # o, q/k/v, gate/up and down
+    assert {(shape.n, shape.k) for shape in asked[0]} == {(256, 256), (512, 256), (1024, 256), (256, 512)}
     assert {shape.act for shape in asked[0]} == {torch.bfloat16}
+
+
+def test_the_roofline_is_drawn_or_refused_before_measuring(
+    asked: list[list[Shape]], tmp_path: Path, lowbit: Callable
+) -> None:
+    picture = tmp_path / "roof.png"
+    assert lowbit("bench", "--plot", picture).code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    asked.clear()
+    for file, words in (("roof.xyz", ".png"), ("absent/roof.png", "no such folder")):
+        ran = lowbit("bench", "--plot", tmp_path / file)
+        assert ran.code == 2
+        assert words in ran.err
+    assert asked == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")

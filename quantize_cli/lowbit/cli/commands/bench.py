@@ -27,6 +27,10 @@ def bench(
             "--tokens", help="Tokens in a call. Repeatable.", show_default="1 to 1024", min=1, metavar="M"
         ),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", help="Draw a roofline into this file (.png, .svg).", metavar="FILE"),
+    ] = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -35,16 +39,22 @@ def bench(
         with out.starting():
             from dataclasses import asdict
 
-            from lowbit.bench import bench as run
+            from lowbit import bench as benchmark
             from lowbit_kernels.bench import TOKENS
+
+        if plot is not None:
+            benchmark.check_plot(plot)
 
         def on_row(row: BenchRow) -> None:
             derived = {"speedup": row.speedup, "gb_per_second": row.gb_per_second}
             out.event({"event": "bench", **asdict(row), **derived})
             out.status.print(f"{row.n}×{row.k}, {row.m} tokens: {_us(row.us)}")
 
-        rows = run(folder, tokens=tokens or TOKENS, on_row=on_row)
+        rows = benchmark.bench(folder, tokens=tokens or TOKENS, on_row=on_row)
         out.show(bench_table(rows))
+        if plot is not None:
+            benchmark.plot(rows, plot)
+            out.status.print(f"drawn in {plot}")
 
 
 def bench_table(rows: list[BenchRow]) -> RenderableType:
