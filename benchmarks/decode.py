@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit import runtime
 from lowbit.checkpoint.formats import FORMATS
@@ -113,6 +115,38 @@ def check(model: Any, device: torch.device) -> float:
     return worst
 
 
+def largest(logits: torch.Tensor) -> torch.Tensor:
+    """argmax of [V] by way of 256 parts, each of which a program of its own can search."""
+    parts = logits.view(256, -1)
+    part = parts.amax(-1).argmax()
+    return part * parts.shape[1] + parts.index_select(0, part[None]).argmax()
+
+
+def grouped_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one new token that reads each key and value head once for all heads that share it.
+
+    For transformers' AttentionInterface: query [1, heads, tokens, D], key and value [1, kv heads, S, D], mask
+    [1, 1, tokens, S] float or bool, True where a key is seen. For more tokens it is transformers' own.
+    """
+    if query.shape[2] > 1:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **_)
+    groups = query.view(key.shape[1], -1, 1, query.shape[-1])
+    scores = (groups.float() * key[0, :, None].float()).sum(-1) * module.scaling
+    if mask is not None:
+        seen = mask[0, :, :, : key.shape[2]]
+        scores = scores.where(seen, -torch.inf) if seen.dtype == torch.bool else scores + seen
+    weights = scores.softmax(-1)
+    y = (weights[..., None] * value[0, :, None].float()).sum(2)
+    return y.to(query.dtype).view(1, 1, -1, query.shape[-1]), None
+
+
 class Decoder:
     """Greedy decoding of one sequence, a step at a time, by the harness: eager, graph or compile."""
 
@@ -143,7 +177,7 @@ class Decoder:
 
     @torch.no_grad()
     def _next(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(tokens, **self.options).logits[:, -1:].argmax(-1)
+        return largest(self.model(tokens, **self.options).logits[0, -1])[None, None]
 
     def seconds(self, steps: int) -> tuple[float, list[int]]:
         """Time of `steps` tokens from the end of the prompt, and the tokens."""
@@ -175,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--harness", choices=["eager", "graph", "compile"], default="compile")
-    parser.add_argument("--attention", choices=["sdpa", "eager"], default="sdpa")
+    parser.add_argument("--attention", choices=["grouped", "sdpa", "eager"], default="grouped")
     parser.add_argument("--head-bits", type=int, choices=[4, 8, 16], default=16)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=128)
@@ -190,6 +224,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args()
     device = torch.device(given.device)
+    ALL_ATTENTION_FUNCTIONS.register("grouped", grouped_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("grouped", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     harness = given.harness if device.type == "cuda" else "eager"
     dense = build(given, device)
     with tempfile.TemporaryDirectory() as folder:
