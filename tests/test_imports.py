@@ -29,6 +29,7 @@ LEVELS = {
             "folder",
             "inspection",
             "skeleton",
+            "streamed",
             "activations",
             "products",
             "estimate",

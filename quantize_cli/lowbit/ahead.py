@@ -18,9 +18,14 @@ IN_FLIGHT_BYTES = 768 << 20
 WORKERS = min(4, os.cpu_count() or 1)
 
 
+def workers() -> ThreadPoolExecutor:
+    """A few threads that each compute alone."""
+    return ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(1,))
+
+
 def ahead(work: Callable[[T], R], units: Iterable[T], size: Callable[[T], int]) -> Iterator[tuple[T, R]]:
     """Yield (unit, work(unit)) in order while workers run ahead, at most IN_FLIGHT_BYTES of them."""
-    with ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with workers() as pool:
         pending: deque[tuple[T, Future[R]]] = deque()
         in_flight = 0
         try:

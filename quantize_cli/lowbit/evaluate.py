@@ -19,6 +19,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -29,12 +30,14 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import events
+from lowbit.ahead import workers
 from lowbit.checkpoint.header import read_json
 from lowbit.checkpoint.source import open_source
 from lowbit.device import pick_device
 from lowbit.errors import SourceError
 from lowbit.folder import DenseView, open_folder
 from lowbit.skeleton import Skeleton, WeightSource, build_skeleton, load, stored_names, unload
+from lowbit.streamed import stream_matrices
 
 RESULT_FILE = "lowbit_eval.json"
 # logits of the windows that run together
@@ -229,11 +232,14 @@ def load_tokenizer(weights: WeightSource) -> Any:
         raise SourceError(f"{weights.name}: no usable tokenizer: {' '.join(str(e).split())[:200]}") from None
 
 
-def load_model(weights: WeightSource, device: torch.device, *, memory_bytes: int | None = None) -> Skeleton:
+def load_model(
+    weights: WeightSource, device: torch.device, *, stream: ThreadPoolExecutor | None = None
+) -> Skeleton:
     """Return the transformers model with its weights, in fp32 on a CPU, in its own dtype on a GPU.
 
-    memory_bytes: if the parameters need more, decoder blocks hold none between calls and load them when they
-    run; None is a quarter of the machine's or the GPU's memory.
+    If the parameters need more than a quarter of the machine's or the GPU's memory, decoder blocks hold none
+    between calls and load them when they run.
+    stream: leave matrices in their files, to be read by these threads in each call.
     Raises PlanError if transformers does not know the model, SourceError if a tensor is missing.
     """
     dtype = torch.float32 if device.type == "cpu" else stored_dtype(weights)
@@ -241,8 +247,9 @@ def load_model(weights: WeightSource, device: torch.device, *, memory_bytes: int
     model: Any = skeleton.model
     state = model.state_dict()
     tied = model.all_tied_weights_keys
+    streamed = stream_matrices(skeleton, weights, stream) if stream else set()
     names = [name for name in state if name in skeleton.origins or name not in tied]
-
+    names = [name for name in names if name not in streamed]
     shapes = {name: state[name].shape for name in names}
 
     def fill(wanted: Iterable[str]) -> None:
@@ -256,16 +263,19 @@ def load_model(weights: WeightSource, device: torch.device, *, memory_bytes: int
                 )
 
     needed = sum(state[name].numel() for name in names) * dtype.itemsize
-    if needed <= (memory_bytes if memory_bytes is not None else usable_memory(device)):
+    if needed <= usable_memory(device):
         fill(names)
     else:
-        in_blocks = {name: list(stored_names(block, name)) for name, block in skeleton.blocks.items()}
+        in_blocks = {
+            path: [name for name in stored_names(block, path) if name not in streamed]
+            for path, block in skeleton.blocks.items()
+        }
         inside = {name for block in in_blocks.values() for name in block}
         fill([name for name in names if name not in inside])
         for name, block in skeleton.blocks.items():
             block.register_forward_pre_hook(lambda *_, own=in_blocks[name]: fill(own))
             block.register_forward_hook(lambda *_, own=in_blocks[name]: unload(model, own))
-    for name in tied.keys() - skeleton.origins.keys():
+    for name in tied.keys() - skeleton.origins.keys() - streamed:
         parent, _, leaf = name.rpartition(".")
         model.get_submodule(parent)._parameters[leaf] = model.get_parameter(tied[name])
     return skeleton
@@ -353,7 +363,7 @@ def summarize(scores: Tensor) -> Scores:
 # ---- for verify
 
 
-def first_nonfinite(weights: WeightSource, device: torch.device, tokens: int = 8) -> str | None:
+def first_nonfinite(weights: WeightSource, device: torch.device, tokens: int = 3) -> str | None:
     """Run a few token ids through the whole model; return the first block or output that is not finite.
 
     Raises PlanError if transformers cannot build the model, SourceError if a tensor is missing.
@@ -368,8 +378,8 @@ def first_nonfinite(weights: WeightSource, device: torch.device, tokens: int = 8
 
         return hook
 
-    with torch.no_grad(), one_thread():
-        skeleton = load_model(weights, device)
+    with torch.no_grad(), one_thread(), workers() as pool:
+        skeleton = load_model(weights, device, stream=pool)
         model: Any = skeleton.model
         for name, block in skeleton.blocks.items():
             block.register_forward_hook(watch(name))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,27 @@ import torch
 from torch import Tensor
 
 from lowbit.checkpoint.formats import format_of
-from lowbit.checkpoint.header import DTYPES, NARROW, TensorInfo, allocate, pread_into, read_header
-from lowbit.decode import PARTS, decode_layer, dequantize
+from lowbit.checkpoint.header import (
+    DTYPES,
+    NARROW,
+    Rows,
+    TensorInfo,
+    allocate,
+    part_of,
+    pread_into,
+    read_header,
+)
+from lowbit.decode import PARTS, LayerCodes, dequantize, open_layer
 from lowbit.errors import SourceError
 from lowbit.manifest import check_folder, complaint
-from lowbit.scheme import PackedTensor, QuantizedTensor, QuantScheme, ScaleDtype
+from lowbit.scheme import PackedTensor, QuantScheme, ScaleDtype
 from lowbit_kernels.layout import pack_words
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "lowbit.json"
 # what quantize leaves untuned and `lowbit tune` writes anew
 KERNELS = "lowbit_kernels.json"
+CPU = torch.device("cpu")
 SCALE_DTYPES: dict[str, ScaleDtype] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
@@ -91,6 +101,11 @@ class Folder:
         info = self.entries[name]
         return as_tensor(read_span(self.path / info.file, info), info)
 
+    def read_part(self, info: TensorInfo, rows: slice) -> Tensor:
+        """Return a range of the first dimension of a stored tensor."""
+        part = part_of(info, rows)
+        return as_tensor(read_span(self.path / info.file, part), part)
+
     def parts(self, layer: str) -> dict[str, Tensor]:
         """Return the stored tensors of a quantized layer by suffix."""
         return {suffix: self.read(info.name) for suffix, info in self.layers[layer].parts.items()}
@@ -101,12 +116,13 @@ class DenseView:
     """A folder read as if it had never been quantized: layers are decoded to `dtype` when they are read, and
     put together as the source had them, transposed or stacked by expert.
 
-    name, path, config, tensors and read are what lowbit.skeleton asks of a source; config has no
-    quantization_config.
+    name, path, config, tensors, read and rows_of are what lowbit.skeleton asks of a source; config has no
+    quantization_config.  device: where layers are decoded.
     """
 
     folder: Folder
     dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
 
     @property
     def name(self) -> str:
@@ -155,26 +171,42 @@ class DenseView:
         experts = sorted(expert for expert in matrices if expert is not None)
         return torch.stack([matrices[expert] for expert in experts])
 
+    def rows_of(self, name: str) -> Rows:
+        """Return a tensor of the original model to be read in parts; what is put together is read here."""
+        if name not in self.origins:
+            info = self.folder.entries[name]
+            return Rows(info.shape, lambda rows: self.folder.read_part(info, rows))
+        [row, *others] = self.origins[name]
+        if others or row.get("transposed") or row.get("expert") is not None:
+            whole = self.read(name)
+            return Rows(tuple(whole.shape), whole.__getitem__)
+        layer = self._open(row["name"])
+        return Rows(layer.shape, partial(self._decode, layer))
+
     def layer(self, name: str) -> Tensor:
         """Return the weight [N, K] of one quantized layer."""
-        quantized, order = decode(self.folder.layers[name], self.folder.parts(name))
-        values = dequantize(quantized, self.dtype)
-        return values if order is None else torch.empty_like(values).index_copy_(1, order, values)
+        return self._decode(self._open(name), slice(None))
+
+    def _open(self, name: str) -> LayerCodes:
+        parts = {suffix: tensor.to(self.device) for suffix, tensor in self.folder.parts(name).items()}
+        return decode(self.folder.layers[name], parts)
+
+    def _decode(self, layer: LayerCodes, rows: slice) -> Tensor:
+        values = dequantize(layer.rows(rows), self.dtype)
+        return values if layer.order is None else torch.empty_like(values).index_copy_(1, layer.order, values)
 
 
-def decode(layer: StoredLayer, parts: dict[str, Tensor]) -> tuple[QuantizedTensor, Tensor | None]:
-    """Return decode_layer of parts that were already read; SourceError names what does not fit."""
-    return decode_layer(layer.format, parts, layer.scheme, layer.shape)
+def decode(layer: StoredLayer, parts: dict[str, Tensor]) -> LayerCodes:
+    """Return open_layer of parts that were already read; SourceError names what does not fit."""
+    return open_layer(layer.format, parts, layer.scheme, layer.shape)
 
 
-def for_kernel(parts: dict[str, Tensor], quantized: QuantizedTensor) -> PackedTensor:
-    """Return a decoded layer in the words that kernels read: the stored ones where they are the same."""
-    words = parts.get("weight_packed")
-    if words is None:
-        words = pack_words(quantized.codes, quantized.scheme.bits)
-    return PackedTensor(
-        words, quantized.scale, quantized.zero_point, quantized.scheme, in_features=quantized.shape[1]
-    )
+def for_kernel(parts: dict[str, Tensor], layer: LayerCodes, rows: slice) -> PackedTensor:
+    """Return rows of a layer in the words that kernels read: the stored ones where they are the same."""
+    part = layer.rows(rows)
+    stored = parts.get("weight_packed")
+    words = pack_words(part.codes, layer.scheme.bits) if stored is None else stored[rows].contiguous()
+    return PackedTensor(words, part.scale, part.zero_point, layer.scheme, in_features=layer.shape[1])
 
 
 def open_folder(path: str | Path) -> Folder:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lowbit.checkpoint.header import Rows
 from lowbit.errors import PlanError, SourceError
 from lowbit.plan import LayerPlan
 
@@ -34,6 +35,7 @@ class WeightSource(Protocol):
     @property
     def tensors(self) -> Mapping[str, Any]: ...
     def read(self, name: str) -> Tensor: ...
+    def rows_of(self, name: str) -> Rows: ...
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ kernel on the stored words (which may differ from it by rounding only).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from lowbit.decode import decode_packed, dequantize
+from lowbit.decode import LayerCodes, codes_of, decode_packed, dequantize
 from lowbit.errors import GateError
 from lowbit.scheme import PackedTensor
 from lowbit_kernels.device import HAS_TRITON
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 TOKENS = 8
 # Weights decoded at a time: their float32 copies stay in cache on a CPU.
-CHUNK_WEIGHTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+CHUNK_WEIGHTS = {"cpu": 1 << 19, "cuda": 1 << 26}
+# Outputs that random tokens are tried on, evenly spaced: their error is that of all weights, up to chance.
+OUTPUT_ROWS = 1024
 # Output rows that the torch reference of the kernel is tried on when there is no GPU.
 SAMPLED_ROWS = 128
 
@@ -71,28 +73,51 @@ def measure(packed: PackedTensor, weight: Tensor, *, tile: bool = False) -> Laye
 
     tile: without a GPU, run the kernel itself too, interpreted on one corner of the layer.
     """
-    packed, factor = _in_range(packed)
-    n, k = packed.shape
-    x = random_tokens(k, packed.words.device)
-    y, want = torch.empty(2, TOKENS, n, device=x.device)
+    return compare(codes_of(packed), lambda rows: weight[rows], kernel_error(packed, tile=tile))
+
+
+def compare(
+    layer: LayerCodes,
+    weight: Callable[[slice], Tensor],
+    kernel_error: float,
+    see: Callable[[Tensor], None] = lambda codes: None,
+) -> LayerErrors:
+    """Errors of a layer against its source, in one pass over both that holds a few rows at a time.
+
+    weight: rows -> the source's [R, K] on the layer's device.  kernel_error: becomes part of the result.
+    see: is given the codes of the rows, in order.
+    """
+    scale, factor = _in_range(layer.scale)
+    n, k = layer.shape
+    device, groups = scale.device, scale.shape[1]
+    x = random_tokens(k, device)
+    every = -(-n // OUTPUT_ROWS)
+    y, want = torch.empty(2, TOKENS, -(-n // every), device=device)
     # float64: sums of squares of millions of weights
-    difference, size, bias = torch.zeros(3, dtype=torch.float64, device=x.device)
-    groups = packed.scale.shape[1]
-    rows = max(1, CHUNK_WEIGHTS[x.device.type] // k)
-    for start in range(0, n, rows):
-        chosen = slice(start, min(start + rows, n))
-        source = weight[chosen].float() if factor == 1 else weight[chosen].float() * factor
-        decoded = decode_rows(packed, chosen)
-        torch.matmul(x, decoded.T, out=y[:, chosen])
-        torch.matmul(x, source.T, out=want[:, chosen])
-        size += torch.dot(source.reshape(-1), source.reshape(-1))
-        error = decoded.sub_(source)
-        difference += torch.dot(error.reshape(-1), error.reshape(-1))
-        bias += (error.view(-1, groups, k // groups).sum(-1) / packed.scale[chosen].float()).sum()
-    step = packed.scale.double().square().mean()
-    output_error = _ratio((y - want).norm(), want.norm())
+    difference, size, bias = torch.zeros(3, dtype=torch.float64, device=device)
+    chunks = list(layer.chunks(CHUNK_WEIGHTS[device.type]))
+    # used again by every chunk, so that they stay in cache
+    decoded, source = torch.empty(2, chunks[0].stop, k, device=device)
+    for rows in chunks:
+        part = layer.rows(rows)
+        see(part.codes)
+        error, original = decoded[: len(part.codes)], source[: len(part.codes)]
+        dequantize(replace(part, scale=scale[rows]), out=error)
+        original.copy_(weight(rows))
+        if factor != 1:
+            original *= factor
+        error -= original
+        sampled = slice(-rows.start % every, None, every)
+        outputs = slice(-(-rows.start // every), -(-rows.stop // every))
+        torch.matmul(x, error[sampled].T, out=y[:, outputs])
+        torch.matmul(x, original[sampled].T, out=want[:, outputs])
+        size += torch.dot(original.view(-1), original.view(-1))
+        difference += torch.dot(error.view(-1), error.view(-1))
+        bias += (error.view(-1, groups, k // groups).sum(-1) / scale[rows].float()).sum()
+    step = scale.double().square().mean()
+    output_error = _ratio(y.norm(), want.norm())
     return LayerErrors(
-        kernel_error=kernel_error(packed, tile=tile),
+        kernel_error=kernel_error,
         weight_error=math.sqrt(_ratio(difference, size)),
         output_error=output_error,
         snr_db=-20 * math.log10(max(output_error, 1e-10)),
@@ -101,18 +126,17 @@ def measure(packed: PackedTensor, weight: Tensor, *, tile: bool = False) -> Laye
     )
 
 
-def _in_range(packed: PackedTensor) -> tuple[PackedTensor, float]:
-    """The layer times a power of two that brings its scales near 1 if they are far from it, and that power.
+def _in_range(scale: Tensor) -> tuple[Tensor, float]:
+    """The scales of a layer times a power of two that brings them near 1 if they are far from it, and it.
 
     Ratios of errors do not depend on it.
     """
-    peak = float(packed.scale.max())
+    peak = float(scale.max())
     if SCALE_RANGE[0] < peak < SCALE_RANGE[1]:
-        return packed, 1.0
+        return scale, 1.0
     # 2^-127 is subnormal
     factor = 2.0 ** -min(math.frexp(peak)[1], 126)
-    scheme = replace(packed.scheme, scale_dtype="float32")
-    return replace(packed, scale=packed.scale.float() * factor, scheme=scheme), factor
+    return scale.float() * factor, factor
 
 
 def check_layer(name: str, method: str, errors: LayerErrors) -> None:
@@ -165,13 +189,15 @@ def kernel_error(packed: PackedTensor, *, tile: bool = False) -> float:
     Without a GPU it is that of the kernel's torch reference on sampled rows, and with `tile` also that of the
     kernel itself, interpreted on one corner of the layer, if Triton is installed.
     """
-    packed, _ = _in_range(packed)
+    scale, factor = _in_range(packed.scale)
+    if factor != 1:
+        packed = replace(packed, scale=scale, scheme=replace(packed.scheme, scale_dtype="float32"))
     x = random_tokens(packed.in_features, packed.words.device)
     if x.is_cuda:
         x = x.half()
         y = x.float() @ decode_rows(packed, slice(None)).T
         return _ratio((matmul(x, gemm_weight(packed)).float() - y).norm(), y.norm())
-    part = _take(packed, slice(0, None, -(-packed.shape[0] // SAMPLED_ROWS)))
+    part = _take(packed, kernel_rows(packed.shape[0], x.device))
     y = x @ decode_rows(part, slice(None)).T
     width = packed.scheme.width(packed.in_features)
     product = matmul_reference(x, part.words, part.scale, part.zero_point, packed.scheme.bits, width)
@@ -179,14 +205,9 @@ def kernel_error(packed: PackedTensor, *, tile: bool = False) -> float:
     return max(error, tile_error(packed)) if tile and HAS_TRITON else error
 
 
-def move(packed: PackedTensor, device: torch.device) -> PackedTensor:
-    """The same layer on another device."""
-    return replace(
-        packed,
-        words=packed.words.to(device),
-        scale=packed.scale.to(device),
-        zero_point=None if packed.zero_point is None else packed.zero_point.to(device),
-    )
+def kernel_rows(n: int, device: torch.device) -> slice:
+    """The output rows of a layer that kernel_error looks at: all on a GPU, elsewhere a sample."""
+    return slice(None) if device.type == "cuda" else slice(0, None, -(-n // SAMPLED_ROWS))
 
 
 def tile_error(packed: PackedTensor) -> float:

@@ -31,11 +31,12 @@ from torch import Tensor
 
 from lowbit import events
 from lowbit.ahead import ahead
-from lowbit.checkpoint.header import TensorInfo, allocate, pread_into
+from lowbit.checkpoint.header import Rows, TensorInfo, allocate, pread_into
 from lowbit.checkpoint.source import Source, open_source
-from lowbit.decode import PARTS, checksum, checksums, file_checksum
+from lowbit.decode import PARTS, Checksum, LayerCodes, checksum, file_checksum, grid_checksums
 from lowbit.device import pick_device
 from lowbit.errors import LowbitError, PlanError
+from lowbit.evaluate import first_nonfinite
 from lowbit.folder import (
     KERNELS,
     MANIFEST,
@@ -48,8 +49,16 @@ from lowbit.folder import (
     for_kernel,
     open_quantized,
 )
-from lowbit.scheme import QuantizedTensor, QuantScheme
-from lowbit.validate import KERNEL_TOLERANCE, LayerErrors, complaints, kernel_error, measure, move
+from lowbit.scheme import QuantScheme
+from lowbit.validate import (
+    CHUNK_WEIGHTS,
+    KERNEL_TOLERANCE,
+    LayerErrors,
+    compare,
+    complaints,
+    kernel_error,
+    kernel_rows,
+)
 
 # files that other commands add to a finished folder
 LATER_FILES = {MANIFEST, KERNELS, "lowbit_eval.json", "report.html"}
@@ -386,34 +395,47 @@ class Bench:
         """Every numeric check of one job; LayerCheck is None for a copied tensor or an undecodable layer."""
         if job.layer is None:
             return None, list(self._check_copy(job.name, job.tensors[""]))
+        parts = {suffix: tensor.to(self.device) for suffix, tensor in job.tensors.items()}
         try:
-            quantized, order = decode(job.layer, job.tensors)
+            layer = decode(job.layer, parts)
         except LowbitError as e:
             return None, [Fault("numbers", job.name, str(e))]
         row = self.rows.get(job.name, {})
-        faults = list(self._check_sums(job.layer, quantized, row))
-        weight = None if self.source is None else source_weight(self.source, job.name, row)
-        self.source_bytes += 0 if weight is None else weight.nbytes
-        if self.source is not None and (weight is None or tuple(weight.shape) != quantized.shape):
+        faults = []
+        weight = None if self.source is None else source_rows(self.source, job.name, row)
+        if self.source is not None and (weight is None or weight.shape != layer.shape):
             there = "has no such weight" if weight is None else f"has {list(weight.shape)}"
-            faults.append(Fault("source", job.name, f"is {list(quantized.shape)}, the source {there}"))
+            faults.append(Fault("source", job.name, f"is {list(layer.shape)}, the source {there}"))
             weight = None
-        packed = move(for_kernel(job.tensors, quantized), self.device)
-        tile = self._first_of(quantized.scheme)
+        sampled = for_kernel(parts, layer, kernel_rows(layer.shape[0], self.device))
+        errors = {"kernel_error": kernel_error(sampled, tile=self._first_of(layer.scheme))}
+        codes = Checksum()
         if weight is None:
-            errors = {"kernel_error": kernel_error(packed, tile=tile)}
+            for rows in layer.chunks(CHUNK_WEIGHTS[self.device.type]):
+                codes.update(layer.unpack(rows))
         else:
-            weight = (weight if order is None else weight[:, order]).to(self.device)
-            measured = measure(packed, weight, tile=tile)
+            read, order = weight.read, layer.order
+
+            def original(rows: slice) -> Tensor:
+                values = read(rows).to(self.device)
+                self._count(values.nbytes)
+                return values if order is None else values[:, order]
+
+            measured = compare(layer, original, errors["kernel_error"], codes.update)
             faults += _judge(job.name, measured, row)
             errors = asdict(measured)
+        faults += _check_sums(job.layer, layer, codes.result(), row)
         if not errors["kernel_error"] <= max(KERNEL_TOLERANCE.values()):
             off = f"{errors['kernel_error']:.1e}"
             faults.append(
                 Fault("kernel", job.name, f"the kernel's output is off by {off}, more than rounding")
             )
         recorded = row.get("errors") or {}
-        return LayerCheck(job.name, str(quantized.scheme), quantized.shape, errors, recorded), faults
+        return LayerCheck(job.name, str(layer.scheme), layer.shape, errors, recorded), faults
+
+    def _count(self, nbytes: int) -> None:
+        with self.lock:
+            self.source_bytes += nbytes
 
     def _first_of(self, scheme: QuantScheme) -> bool:
         """True once for each scheme: there the kernel itself is run, interpreted where there is no GPU."""
@@ -422,24 +444,6 @@ class Bench:
             self.seen.add(scheme)
         return new
 
-    def _check_sums(
-        self, layer: StoredLayer, quantized: QuantizedTensor, row: dict[str, Any]
-    ) -> Iterator[Fault]:
-        if not bool(torch.isfinite(quantized.scale).all()):
-            yield Fault("numbers", layer.name, "has a scale that is not finite")
-        recorded = row.get("checksums")
-        if not recorded:
-            return
-        found = checksums(quantized)
-        for what, suffixes in HELD_BY.items():
-            if found.get(what) != recorded.get(what):
-                suffix = next(
-                    suffix for suffix in suffixes if suffix in PARTS[layer.format][0] + PARTS[layer.format][1]
-                )
-                yield Fault(
-                    "numbers", f"{layer.name}.{suffix}", f"does not hold the {what} that quantization chose"
-                )
-
     def _check_copy(self, name: str, tensor: Tensor) -> Iterator[Fault]:
         row = self.copied.get(name, {})
         if "checksum" in row and checksum(tensor) != row["checksum"]:
@@ -447,13 +451,25 @@ class Bench:
         if self.source is not None and name not in self.source.tensors:
             yield Fault("source", name, "is not in the source")
         elif self.source is not None:
-            original = self.source.read(name)
-            self.source_bytes += original.nbytes
+            self._count(self.source.tensors[name].nbytes)
             # other tools may cast what they copy
-            if not _same_bytes(tensor, original if row else original.to(tensor.dtype)):
+            if not _same_values(self.source, name, tensor, cast=not row):
                 yield Fault("source", name, "differs from the source's tensor, though it was copied")
         elif not row and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             yield Fault("numbers", name, "has values that are not finite")
+
+
+def source_rows(source: Source, name: str, row: dict[str, Any]) -> Rows | None:
+    """The weight in the source of the layer `name`, None if it has no such tensor; row: see source_weight.
+
+    A matrix as it lies in the file is read when its rows are asked for, any other here.
+    """
+    where = row.get("source", f"{name}.weight")
+    moved = row.get("transposed") or row.get("rows") or row.get("expert") is not None
+    if where in source.tensors and not moved:
+        return source.rows_of(where)
+    weight = source_weight(source, name, row)
+    return None if weight is None else Rows(tuple(weight.shape), weight.__getitem__)
 
 
 def source_weight(source: Source, name: str, row: dict[str, Any]) -> Tensor | None:
@@ -480,6 +496,23 @@ HELD_BY = {
 }
 
 
+def _check_sums(layer: StoredLayer, decoded: LayerCodes, codes: str, row: dict[str, Any]) -> Iterator[Fault]:
+    """Compare what a layer holds with what the solver returned; codes: the checksum of all its codes."""
+    if not bool(torch.isfinite(decoded.scale).all()):
+        yield Fault("numbers", layer.name, "has a scale that is not finite")
+    recorded = row.get("checksums")
+    if not recorded:
+        return
+    found = grid_checksums(decoded.scale, decoded.zero_point) | {"codes": codes}
+    for what, suffixes in HELD_BY.items():
+        if found.get(what) != recorded.get(what):
+            held = PARTS[layer.format][0] + PARTS[layer.format][1]
+            suffix = next(suffix for suffix in suffixes if suffix in held)
+            yield Fault(
+                "numbers", f"{layer.name}.{suffix}", f"does not hold the {what} that quantization chose"
+            )
+
+
 def _judge(name: str, errors: LayerErrors, row: dict[str, Any]) -> Iterator[Fault]:
     """What the errors of a layer against its source say against it.
 
@@ -493,9 +526,26 @@ def _judge(name: str, errors: LayerErrors, row: dict[str, Any]) -> Iterator[Faul
             yield Fault("source", name, f"{key} is {now:.6g}, at quantization it was {then:.6g}")
 
 
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    same = a.dtype == b.dtype and a.shape == b.shape
-    return same and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+def _same_values(source: Source, name: str, tensor: Tensor, *, cast: bool) -> bool:
+    """Whether a tensor holds the bits of the source's; cast: of the source's in the tensor's dtype."""
+    info = source.tensors[name]
+    if info.shape != tuple(tensor.shape):
+        return False
+    if not info.shape:
+        return _same_bytes(tensor, source.read(name), cast=cast)
+    read = source.rows_of(name).read
+    step = max(1, CHUNK_WEIGHTS["cpu"] * len(tensor) // max(1, tensor.numel()))
+    return all(
+        _same_bytes(tensor[start : start + step], read(slice(start, start + step)), cast=cast)
+        for start in range(0, len(tensor), step)
+    )
+
+
+def _same_bytes(a: Tensor, b: Tensor, *, cast: bool) -> bool:
+    b = b.to(a.dtype) if cast else b
+    return a.dtype == b.dtype and torch.equal(
+        a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
+    )
 
 
 def reach_source(folder: Folder, given: str | Path | None, stack: ExitStack) -> tuple[Source | None, str]:
@@ -554,13 +604,10 @@ def check_rest(folder: Folder, source: Source | None) -> Iterator[Fault]:
 
 def check_forward(folder: Folder, device: torch.device) -> tuple[list[Fault], str]:
     """Run a few tokens through the model; return faults, and "ok" or why it was not run."""
-    # transformers takes a second or two to import
-    from lowbit.evaluate import first_nonfinite
-
     if "auto_map" in folder.config:
         return [], "not run: the model needs its own code"
     try:
-        bad = first_nonfinite(DenseView(folder), device)
+        bad = first_nonfinite(DenseView(folder, device=device), device)
     except PlanError as e:
         return [], f"not run: {e}"
     except LowbitError as e:

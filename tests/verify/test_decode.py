@@ -161,12 +161,39 @@ def test_checksum_takes_any_size():
     assert decode.checksum(torch.empty(0)) == "0" * 16
 
 
-@pytest.mark.parametrize("count", [0, 1, 4, 1001, 1 << 20, (1 << 20) + 1, (3 << 20) + 17])
-def test_checksum_is_the_same_where_the_tensor_is(count):
-    """The sums a GPU would make, here on the CPU, and those of plain Python."""
+@pytest.mark.parametrize(
+    "pieces", [(0,), (1,), (4,), (1001,), (1 << 20,), ((1 << 20) + 1,), (3 << 20, 17), (8, 4, 3)]
+)
+def test_checksum_is_that_of_a_loop_whatever_the_pieces(pieces):
+    count = sum(pieces)
     raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
-    sums = list(decode._sums_on_cpu(raw))
-    assert list(decode._sums_on_device(raw)) == sums
-    words = np.frombuffer(bytes(raw.tolist()) + bytes(-count % 4), np.int32)[: 1 << 18].tolist()
-    naive = sum(word * (((i + 1) * 0x9E3779B1 % (1 << 31)) | 1) for i, word in enumerate(words))
-    assert (sums[0] - naive) % (1 << 64) == 0
+    sums = decode.Checksum()
+    for piece in raw.split(list(pieces)):
+        sums.update(piece)
+    words = np.frombuffer(bytes(raw.tolist()) + bytes(-count % 4), np.int32).tolist()
+    total = 0
+    for start in range(0, len(words) + 1, 1 << 18):
+        chunk = words[start : start + (1 << 18)]
+        total = total * 3 + sum(
+            word * (((i + 1) * 0x9E3779B1 % (1 << 31)) | 1) for i, word in enumerate(chunk)
+        )
+    assert sums.result() == decode.checksum(raw) == f"{total % (1 << 64):016x}"
+    # as a GPU sums them
+    whole = np.frombuffer(raw.numpy(), np.int32, count // 4)[: count // 4 >> 18 << 18].copy()
+    assert list(decode._chunk_sums(torch.from_numpy(whole))) == [
+        decode._weighted_sum(torch.from_numpy(chunk), 0) for chunk in whole.reshape(-1, 1 << 18)
+    ]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[2] >= 24], ids=str)
+def test_rows_are_those_of_the_whole(case):
+    format, bits, n, k, symmetric = case
+    q = random_layer(bits, n, k, symmetric)
+    if format == "gptq" and q.zero_point is not None:
+        q.zero_point.clamp_(min=1)
+    layer = decode.open_layer(format, write(format, q), q.scheme, (n, k))
+    assert list(layer.chunks(8 * k)) == [slice(at, min(at + 8, n)) for at in range(0, n, 8)]
+    for rows in (slice(0, 8), slice(8, 21), slice(3, None, 7)):
+        part = layer.rows(rows)
+        assert torch.equal(part.codes, q.codes[rows])
+        assert torch.equal(decode.dequantize(part), decode.dequantize(q)[rows])

@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GPT2Config, MixtralConfig
 
 from lowbit import evaluate, pipeline, verify
+from lowbit.ahead import workers
 from lowbit.decode import dequantize
 from lowbit.errors import SourceError
 from lowbit.folder import DenseView, open_folder
@@ -18,6 +19,14 @@ TEXT = " ".join(
     f"line {i}: the quick brown fox jumps over {i} lazy dogs and sells sea shells by the shore"
     for i in range(90)
 )
+
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "gemma2": Gemma2Config(**SHAPE, num_key_value_heads=2, head_dim=16, vocab_size=128),
+    "mixtral": MixtralConfig(**SHAPE, num_key_value_heads=2, num_local_experts=4, vocab_size=128),
+    "gpt2": GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=128),
+}
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +132,29 @@ def test_blocks_loaded_one_at_a_time_give_the_same_numbers(quantized, monkeypatc
     # hidden 256, intermediate 512, two key/value heads of four: one block and never two
     block = 2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512 + 2 * 256
     assert set(held) == {block}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "tied llama", "gemma2", "mixtral", "gpt2"])
+def test_streamed_matrices_give_the_same_logits(build_llama, tmp_path, architecture):
+    """Matrices read from the files a few rows at a time, and the same model loaded whole."""
+    if "llama" in architecture:
+        source = build_llama(tie_word_embeddings="tied" in architecture)
+    else:
+        source = tmp_path / "source"
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(SMALL[architecture]).save_pretrained(source)
+    pipeline.quantize(source, tmp_path / "out", Recipe(method="rtn", group=32))
+    weights, ids = DenseView(open_folder(tmp_path / "out")), torch.tensor([[3, 1, 4, 1, 5]])
+    with workers() as pool, torch.no_grad():
+        streamed = evaluate.load_model(weights, torch.device("cpu"), stream=pool).model
+        whole = evaluate.load_model(weights, torch.device("cpu")).model
+        matrices = [module for module in streamed.modules() if type(module).__name__ == "StreamedLinear"]
+        logits, want = streamed(input_ids=ids).logits, whole(input_ids=ids).logits
+    assert matrices
+    assert all(module.weight.is_meta for module in matrices)
+    torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-5)
+    assert float(want.std()) > 0
 
 
 def test_evenly_spaced_windows_reach_both_ends():

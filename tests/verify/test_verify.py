@@ -234,12 +234,28 @@ def test_errors_are_those_of_float64(written):
 
 
 def test_hidden_states_that_are_not_finite_fail_the_forward_check(damaged, monkeypatch):
-    from lowbit import evaluate
-
     _, folder = damaged(False)
-    monkeypatch.setattr(evaluate, "first_nonfinite", lambda *_: "model.layers.1")
+    monkeypatch.setattr(verify, "first_nonfinite", lambda *_: "model.layers.1")
     report = verify.verify(folder)
     assert [(fault.check, fault.where) for fault in report.failures] == [("forward", "model.layers.1")]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "where"),
+    [
+        ("model.layers.1.post_attention_layernorm.weight", "model.layers.1"),
+        ("lm_head.weight", "the output layer"),
+    ],
+)
+def test_a_weight_that_is_not_finite_shows_in_the_forward_pass(damaged, tensor, where):
+    """Neither hashes nor numbers look: the model itself says where."""
+    _, folder = damaged(False)
+    file = load(folder, tensor)
+    # infinity in bfloat16
+    file.array(tensor)[:] = 0x7F80
+    file.save()
+    report = verify.verify(folder, hash=False, numeric=False)
+    assert [(fault.check, fault.where) for fault in report.failures] == [("forward", where)]
 
 
 @pytest.mark.parametrize("switches", [switches for switches, _ in CHECKS.values()])

@@ -15,8 +15,8 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,23 @@ class StridedInfo(TensorInfo):
 
     stride: tuple[int, ...] = ()
     span: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor that is read a range of its first dimension at a time; read: range -> that part."""
+
+    shape: tuple[int, ...]
+    read: Callable[[slice], Tensor]
+
+
+def part_of(info: TensorInfo, rows: slice) -> TensorInfo:
+    """Where a range of the first dimension of a tensor is."""
+    start, stop, _ = rows.indices(info.shape[0])
+    count, size = max(0, stop - start), info.nbytes // max(1, info.shape[0])
+    return replace(
+        info, shape=(count, *info.shape[1:]), nbytes=count * size, offset=info.offset + start * size
+    )
 
 
 def read_json(path: Path, text: bytes | None = None) -> dict[str, Any]:

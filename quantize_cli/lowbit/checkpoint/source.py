@@ -25,9 +25,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lowbit.checkpoint.header import (
     DTYPES,
     NARROW,
+    Rows,
     StridedInfo,
     TensorInfo,
     allocate,
+    part_of,
     pread_into,
     read_header,
     read_json,
@@ -126,13 +128,16 @@ class Source:
 
     def read_rows(self, name: str, index: int) -> Tensor:
         """Return tensor[index], reading only that slice where the file holds it in one piece."""
+        part = self.rows_of(name).read(slice(index, index + 1))[0]
+        # a slice of a tensor that was read whole must not keep the rest of it
+        return part if type(self._info(name)) is TensorInfo else part.clone()
+
+    def rows_of(self, name: str) -> Rows:
+        """Return a tensor to be read in parts; one that its file does not hold in one piece is read here."""
         info = self._info(name)
         if type(info) is not TensorInfo:
-            return self._read(info)[index].clone()
-        size = info.nbytes // info.shape[0]
-        return self._read(
-            TensorInfo(name, info.dtype, info.shape[1:], size, info.file, info.offset + index * size)
-        )
+            return Rows(info.shape, self._read(info).__getitem__)
+        return Rows(info.shape, lambda rows: self._read(part_of(info, rows)))
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
