@@ -1,4 +1,4 @@
-"""verify, eval and generate on a GPU find and measure what they do on a CPU, by the kernels that run there."""
+"""verify, eval and generate on a GPU find and measure what they do on a CPU, with the kernels of a GPU."""
 
 import json
 import shutil
