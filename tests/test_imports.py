@@ -30,7 +30,6 @@ LEVELS = {
             "inspection",
             "skeleton",
             "streamed",
-            "tasks",
             "activations",
             "products",
             "estimate",

@@ -921,14 +921,14 @@ def decode(
     layout = weight.layout
     target = _target(x.device)
     block_m = max(block_m, least_tokens(target))
-    x = _padded(x, layout.padded_k)
+    x = padded_x(x, layout.padded_k)
     m = x.shape[0]
     slices = min(slices, _power_of_two(layout.tiles))
     steps = -(-layout.tiles // (slices * split_k))
     split_k = -(-layout.tiles // (slices * steps))
     blocks_n = -(-layout.out_features // block_n)
     blocks_m = -(-m // block_m)
-    partial, semaphore = _workspace(out, split_k, blocks_n * blocks_m)
+    partial, semaphore = workspace(out, split_k, blocks_n * blocks_m, split_k * out.numel())
     launch(
         decode_kernel,
         (blocks_n, split_k, blocks_m),
@@ -988,12 +988,12 @@ def gemm(
     group size and of TILE_K, at least 32.
     """
     layout = weight.layout
-    x = _padded(x, layout.padded_k)
+    x = padded_x(x, layout.padded_k)
     m = x.shape[0]
     blocks = layout.padded_k // block_k
     split_k = min(split_k, blocks)
     programs = -(-layout.out_features // block_n) * -(-m // block_m)
-    partial, semaphore = _workspace(out, split_k, programs)
+    partial, semaphore = workspace(out, split_k, programs, split_k * out.numel())
     target = _target(x.device)
     launch(
         gemm_kernel,
@@ -1072,7 +1072,7 @@ def _grid_constants(weight: FragmentWeight) -> dict[str, object]:
     }
 
 
-def _padded(x: Tensor, padded_k: int) -> Tensor:
+def padded_x(x: Tensor, padded_k: int) -> Tensor:
     """x [M, K] as the kernels read it: rows of padded_k inputs that start at multiples of 16 bytes.
 
     Copies only when that does not hold already.
@@ -1112,11 +1112,11 @@ def _take_counters(device: torch.device, count: int) -> Tensor:
     return unused[:count]
 
 
-def _workspace(out: Tensor, split_k: int, tiles: int) -> tuple[Tensor, Tensor]:
-    """fp32 [split_k, M, N] and `tiles` zeroed counters; stand-ins when K is not split."""
+def workspace(out: Tensor, split_k: int, tiles: int, cells: int) -> tuple[Tensor, Tensor]:
+    """fp32 [cells] and `tiles` zeroed counters on out's device; stand-ins when K is not split."""
     if split_k == 1:
         return out, out
-    partial = torch.empty((split_k, *out.shape), dtype=torch.float32, device=out.device)
+    partial = torch.empty(cells, dtype=torch.float32, device=out.device)
     if not out.is_cuda:
         return partial, torch.zeros(tiles, dtype=torch.int32, device=out.device)
     if torch.cuda.is_current_stream_capturing():

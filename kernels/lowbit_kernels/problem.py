@@ -31,8 +31,8 @@ class KernelConfig:
     """How one variant is launched: its tile, the split of K and the compiler's two knobs.
 
     The rest is read by the variants of fragment order: slices of K within a program, weights loaded a step
-    ahead, x loaded by whole sectors, scales on the weights instead of the product, x by TMA descriptor, and
-    programmatic dependent launch.
+    ahead, x loaded by whole sectors, scales on the weights instead of the product, x by TMA descriptor,
+    programmatic dependent launch, and a warp of its own that fetches.
     """
 
     variant: str
@@ -48,3 +48,4 @@ class KernelConfig:
     scale_weights: bool = False
     descriptor: bool = False
     dependent: bool = False
+    producer: bool = False

@@ -51,21 +51,34 @@ def compile_kernel(
         raise
 
 
-def machine_loop(compiled: Any, folder: Path) -> list[str]:
-    """Opcodes of the longest loop of a kernel compiled for CUDA; Triton brings the disassembler."""
+def disassemble(compiled: Any, folder: Path) -> str:
+    """Machine code of a kernel compiled for CUDA; Triton brings the disassembler."""
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    text = subprocess.run([disassembler, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([disassembler, "-c", cubin], capture_output=True, text=True, check=True).stdout
+
+
+INSTRUCTION = re.compile(r"\s*/\*\w+\*/\s+(?:@!?U?P\w+\s+)?(\S+)(.*);")
+
+
+def opcodes(compiled: Any, folder: Path) -> list[str]:
+    """Opcodes of all of a kernel compiled for CUDA."""
+    lines = map(INSTRUCTION.match, disassemble(compiled, folder).splitlines())
+    return [line[1] for line in lines if line]
+
+
+def machine_loop(compiled: Any, folder: Path) -> list[str]:
+    """Opcodes of the longest loop of a kernel compiled for CUDA."""
     labels: dict[str, int] = {}
-    opcodes: list[str] = []
+    found: list[str] = []
     loops: list[list[str]] = [[]]
-    for line in text.splitlines():
+    for line in disassemble(compiled, folder).splitlines():
         if label := re.match(r"\s*(\.L_\w+):", line):
-            labels[label[1]] = len(opcodes)
-        if instruction := re.match(r"\s*/\*\w+\*/\s+(?:@!?U?P\w+\s+)?(\S+)(.*);", line):
-            opcodes.append(instruction[1])
+            labels[label[1]] = len(found)
+        if instruction := INSTRUCTION.match(line):
+            found.append(instruction[1])
             target = re.search(r"\.L_\w+", instruction[2]) if instruction[1].startswith("BRA") else None
             if target and target[0] in labels:
-                loops.append(opcodes[labels[target[0]] :])
+                loops.append(found[labels[target[0]] :])
     return max(loops, key=len)

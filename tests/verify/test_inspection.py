@@ -88,7 +88,7 @@ def test_the_kernel_table_lists_every_shape_once(look):
         (256, 512, "int8 sym g128"): 2,
     }
     # on a GPU the words are put in fragment order, which the plain kernel cannot read
-    assert {row.chosen for row in found.kernels if row.tokens == 256} <= {"gemm", "dense"}
+    assert {row.chosen for row in found.kernels if row.tokens == 256} <= {"hopper", "gemm", "dense"}
     assert all("fragment order" in row.refusals["plain"] for row in found.kernels)
 
 

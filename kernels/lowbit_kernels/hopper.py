@@ -1,0 +1,762 @@
+"""y = x Wᵀ + bias on Hopper from weights in fragment order, in Gluon: dequantizing while wgmma runs.
+
+A program owns a [BLOCK_N, BLOCK_M] tile of yᵀ, like fragment.gemm_kernel, and takes 128 inputs a step. Words
+and x come to a ring of shared memory by TMA. The weight is the left operand of wgmma and lives in registers:
+a stored word is the four registers that a lane contributes to a product of 16 inputs, so that dequantizing is
+nothing but arithmetic,
+
+    v = (word & mask) | magic,    w = (v - magic - centre) · s + (centre - z) · s,
+
+the subtraction exact, the rest one rounding (a product for a symmetric weight). Triton's own loops wait for a
+product before they make the next operand. Here a product of BLOCK_K inputs is issued asynchronously and the
+operand of the next is made meanwhile, in other registers: the wait after it is for the product before and
+names that one's registers, which keeps the compiler from reusing them while the instruction may read them.
+
+    PRODUCER    one more warp fetches, released by barriers in shared memory; the others only compute. That
+                takes all registers of a multiprocessor. Without it they fetch as well, and programs can share
+                a multiprocessor and start before the kernel ahead has ended (DEPENDENT).
+
+Split K: sums of slices add up in pairs. The second of a pair to arrive adds what the first left in the
+workspace to its own registers, and as a + b = b + a the order of arrival does not show in the result. Only a
+program that has already come is waited for.
+
+Bytes moved: words and scales once per BLOCK_M tokens, x once per BLOCK_N outputs, both mostly from L2, whose
+bandwidth limits small tiles; 8 · BLOCK_N · BLOCK_M for every sum of two slices.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from .device import HAS_TRITON, launch, triton
+from .fragment import FragmentWeight, padded_x, workspace
+from .layout import TILE_K, TILE_N
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+except ImportError:
+    # only what is evaluated when a kernel is defined
+    gluon = SimpleNamespace(
+        jit=lambda fn=None, **options: fn or (lambda fn: fn), constexpr_function=lambda fn: fn
+    )
+    gl = SimpleNamespace(constexpr=int)
+    HAS_GLUON = False
+else:
+    HAS_GLUON = True
+    # its name until Triton 3.6, and from 3.7 on
+    thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+    # what TMA writes: rows of x in the order that wgmma reads, words as they are
+    X_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    WORDS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+@gluon.constexpr_function
+def _split_rows(block_n, num_warps, unit, columns):
+    """Bases of the 16-row blocks of a tile, in steps of unit: those of registers, and those of warps."""
+    steps = [16 * 2**i for i in range((block_n // 16).bit_length() - 1)]
+    bases = [[step // 16 * unit] + [0] * columns for step in steps]
+    count = num_warps.bit_length() - 1
+    return bases[count:], bases[:count]
+
+
+@gluon.constexpr_function
+def _words_layout(block_n, num_warps):
+    """[BLOCK_N / 16, 128] words of 64 inputs: 16 bytes a lane, a warp for every 16 rows."""
+    registers, warps = _split_rows(block_n, num_warps, 1, 1)
+    lanes = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], *registers], lanes, warps, [], [block_n // 16, 128])
+
+
+@gluon.constexpr_function
+def _rows_layout(block_n, num_warps):
+    """[BLOCK_N / 16 · 2 · 32]: a value for each lane that holds a row, by half of 16 rows."""
+    registers, warps = _split_rows(block_n, num_warps, 64, 0)
+    lanes = [[1], [2], [4], [8], [16]]
+    return gl.DistributedLinearLayout([[32], *registers], lanes, warps, [], [block_n * 4])
+
+
+@gluon.constexpr_function
+def _flat_layout(block_n, block_m, num_warps):
+    """The accumulator in one dimension, so that a lane has 16 bytes and a warp 512 at a time."""
+    bases = [[2**i] for i in range((block_n * block_m).bit_length() - 1)]
+    warp = 7 + num_warps.bit_length() - 1
+    return gl.DistributedLinearLayout(
+        bases[:2] + bases[warp:], bases[2:7], bases[7:warp], [], [block_n * block_m]
+    )
+
+
+@gluon.constexpr_function
+def _unpacking(centre, bf16, has_zero):
+    """PTX of a word: $0-$3 pairs of weights, $4 the word, $12-$15 their scales, $16-$19 (centre - z) · s."""
+    kind = "bf16x2" if bf16 else "f16x2"
+    # How far the word is turned, and the mantissa bit where a field then starts. Ones are counted above 32 in
+    # bf16, above 256 and 16 in fp16.
+    rotations, bits = ((0, 4, 8, 12), (2, 2, 2, 2)) if bf16 else ((0, 0, 8, 8), (2, 6, 2, 6))
+    lines = ["{", ".reg .b32 rotated, zero;"]
+    for i in range(4):
+        magic = (134 - bits[i]) << 7 if bf16 else (25 - bits[i]) << 10
+        lines.append(f"shf.r.wrap.b32 rotated, $4, $4, {rotations[i]};")
+        lines.append(f"lop3.b32 ${i}, rotated, {(15 << bits[i]) * 0x10001}, {magic * 0x10001}, 0xea;")
+        lines.append(f"mov.b32 zero, {(magic + (centre << bits[i])) * 0x10001};")
+        lines.append(f"sub.{kind} ${i}, ${i}, zero;")
+        if has_zero:
+            lines.append(f"fma.rn.{kind} ${i}, ${i}, ${12 + i}, ${16 + i};")
+        else:
+            lines.append(f"mul.{kind} ${i}, ${i}, ${12 + i};")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.jit
+def _spread_words(words, OPERAND: gl.constexpr):
+    """[R, 32, P] words, P of each lane, to [16 R, 16 P]: each word at all eight weights it holds."""
+    R: gl.constexpr = words.shape[0]
+    P: gl.constexpr = words.shape[2]
+    w = gl.permute(gl.reshape(words, (R, 8, 4, P)), (0, 1, 3, 2))
+    # rows, half, lane // 4, word, run, lane % 4, odd
+    w = gl.reshape(w, (R, 1, 8, P, 1, 4, 1)).broadcast_to((R, 2, 8, P, 2, 4, 2))
+    return gl.convert_layout(gl.reshape(w, (R * 16, P * 16)), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _spread_rows(values, P: gl.constexpr, OPERAND: gl.constexpr):
+    """Values as _rows_layout holds them to [16 R, 16 P]."""
+    R: gl.constexpr = values.shape[0] // 64
+    v = gl.reshape(values, (R, 2, 8, 1, 1, 4, 1)).broadcast_to((R, 2, 8, P, 2, 4, 2))
+    return gl.convert_layout(gl.reshape(v, (R * 16, P * 16)), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _dequantize(words, scale, shift, CENTRE: gl.constexpr, HAS_ZERO: gl.constexpr, OPERAND: gl.constexpr):
+    """Words of [R, 32, P] as the left operand, in scale's dtype."""
+    P: gl.constexpr = words.shape[2]
+    w = _spread_words(words, OPERAND)
+    s = _spread_rows(scale, P, OPERAND)
+    ASM: gl.constexpr = _unpacking(CENTRE, s.dtype == gl.bfloat16, HAS_ZERO)
+    # eight weights share a word, whose eight copies are one register
+    OPERANDS: gl.constexpr = "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r"
+    if HAS_ZERO:
+        z = _spread_rows(shift, P, OPERAND)
+        return gl.inline_asm_elementwise(
+            ASM, OPERANDS + ",r,r,r,r", [w, s, z], dtype=s.dtype, is_pure=True, pack=8
+        )
+    else:
+        return gl.inline_asm_elementwise(ASM, OPERANDS, [w, s], dtype=s.dtype, is_pure=True, pack=8)
+
+
+@gluon.jit
+def _load_quarter(
+    scale_ptr,
+    zero_ptr,
+    tile,
+    padded_n,
+    QUARTER: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HAS_ZERO: gl.constexpr,
+):
+    """Scales and zero-points of 32 inputs of a tile."""
+    group = 0 if GROUP_SIZE == 0 else (tile * 128 + QUARTER * 32) // GROUP_SIZE
+    s = gl.load(scale_ptr + group * padded_n)
+    z = s
+    if HAS_ZERO:
+        z = gl.load(zero_ptr + group * padded_n)
+    return s, z
+
+
+@gluon.jit
+def _load_rows(scale_ptr, zero_ptr, tile, padded_n, GROUP_SIZE: gl.constexpr, HAS_ZERO: gl.constexpr):
+    """Scales and zero-points of the quarters of a tile, each group loaded once."""
+    s0, z0 = _load_quarter(scale_ptr, zero_ptr, tile, padded_n, 0, GROUP_SIZE, HAS_ZERO)
+    s1, z1 = s0, z0
+    if GROUP_SIZE == 32:
+        s1, z1 = _load_quarter(scale_ptr, zero_ptr, tile, padded_n, 1, GROUP_SIZE, HAS_ZERO)
+    s2, z2 = s0, z0
+    if GROUP_SIZE == 32 or GROUP_SIZE == 64:
+        s2, z2 = _load_quarter(scale_ptr, zero_ptr, tile, padded_n, 2, GROUP_SIZE, HAS_ZERO)
+    s3, z3 = s2, z2
+    if GROUP_SIZE == 32:
+        s3, z3 = _load_quarter(scale_ptr, zero_ptr, tile, padded_n, 3, GROUP_SIZE, HAS_ZERO)
+    return (s0, s1, s2, s3), (z0, z1, z2, z3)
+
+
+@gluon.jit
+def _shift(scale, zero, CENTRE: gl.constexpr, HAS_ZERO: gl.constexpr, dtype: gl.constexpr):
+    """(centre - z) · s in dtype; unused where all zero-points are the centre."""
+    if HAS_ZERO:
+        return ((CENTRE - zero.to(gl.float32)) * scale.to(gl.float32)).to(dtype)
+    else:
+        return scale.to(dtype)
+
+
+@gluon.jit
+def _convert_rows(s, z, CENTRE: gl.constexpr, HAS_ZERO: gl.constexpr, dtype: gl.constexpr):
+    """What _dequantize takes, of the four quarters that _load_rows gives."""
+    scale = s[0].to(dtype), s[1].to(dtype), s[2].to(dtype), s[3].to(dtype)
+    shift = (
+        _shift(s[0], z[0], CENTRE, HAS_ZERO, dtype),
+        _shift(s[1], z[1], CENTRE, HAS_ZERO, dtype),
+        _shift(s[2], z[2], CENTRE, HAS_ZERO, dtype),
+        _shift(s[3], z[3], CENTRE, HAS_ZERO, dtype),
+    )
+    return scale, shift
+
+
+@gluon.jit
+def _words_of(words, layout: gl.constexpr, CHUNK: gl.constexpr, BLOCK_K: gl.constexpr):
+    """The words of chunk CHUNK of a tile, in parts of BLOCK_K inputs: [R, 32, BLOCK_K / 16] each."""
+    R: gl.constexpr = words.shape[0]
+    w = gl.reshape(words.slice(CHUNK * 128, 128, 1).load(layout), (R, 32, 2, 2))
+    if BLOCK_K == 64:
+        return (gl.reshape(w, (R, 32, 4)),)
+    else:
+        low, high = gl.split(gl.permute(w, (0, 1, 3, 2)))
+        if BLOCK_K == 32:
+            return low, high
+        else:
+            w0, w1 = gl.split(low)
+            w2, w3 = gl.split(high)
+            return (
+                gl.reshape(w0, (R, 32, 1)),
+                gl.reshape(w1, (R, 32, 1)),
+                gl.reshape(w2, (R, 32, 1)),
+                gl.reshape(w3, (R, 32, 1)),
+            )
+
+
+@gluon.jit
+def _let_next_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _wait_for_previous():
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _fetch_words(words_desc, x_desc, words, full, stage, row, tile, pred):
+    """Start the copy of one tile of words; the barrier waits for x as well."""
+    barrier = full.index(stage)
+    mbarrier.expect(barrier, words_desc.block_type.nbytes + x_desc.block_type.nbytes, pred=pred)
+    tma.async_copy_global_to_shared(
+        words_desc, [row // 16, tile * 256], barrier, words.index(stage), pred=pred
+    )
+
+
+@gluon.jit
+def _fetch_x(x_desc, x, full, stage, token, tile, pred):
+    tma.async_copy_global_to_shared(x_desc, [token, tile * 128], full.index(stage), x.index(stage), pred=pred)
+
+
+@gluon.jit
+def _produce(
+    x_desc,
+    words_desc,
+    x,
+    words,
+    full,
+    empty,
+    token,
+    row,
+    first,
+    count,
+    STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Fetch into every stage as soon as it is free."""
+    if DEPENDENT:
+        _wait_for_previous()
+    for i in range(count):
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+        _fetch_words(words_desc, x_desc, words, full, stage, row, first + i, True)
+        _fetch_x(x_desc, x, full, stage, token, first + i, True)
+
+
+@gluon.jit
+def _compute(
+    x_desc,
+    words_desc,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    semaphore_ptr,
+    x,
+    words,
+    full,
+    empty,
+    token,
+    row,
+    first,
+    count,
+    m,
+    n,
+    padded_n,
+    tiles,
+    stride_om,
+    stride_on,
+    CENTRE: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HAS_ZERO: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SPLIT_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    PRODUCER: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Multiply tiles first ... first + count - 1 and write the result or leave it in the workspace."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    WORDS: gl.constexpr = _words_layout(BLOCK_N, WARPS)
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+
+    e = gl.arange(0, BLOCK_N * 4, layout=_rows_layout(BLOCK_N, WARPS))
+    lane_row = row + e // 64 * 16 + e // 32 % 2 * 8 + e % 32 // 4
+    scales = scale_ptr + lane_row
+    zeros = zero_ptr + lane_row
+    rows = _load_rows(scales, zeros, first, padded_n, GROUP_SIZE, HAS_ZERO)
+    scale, shift = _convert_rows(rows[0], rows[1], CENTRE, HAS_ZERO, dtype)
+    acc = hopper.warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA))
+    before = gl.zeros([BLOCK_N, BLOCK_K], dtype, OPERAND)
+    for i in range(count):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), i // STAGES & 1)
+        mine = words.index(stage)
+        w = _words_of(mine, WORDS, 0, BLOCK_K) + _words_of(mine, WORDS, 1, BLOCK_K)
+        for j in gl.static_range(128 // BLOCK_K):
+            s = scale[j * BLOCK_K // 32]
+            a = _dequantize(w[j], s, shift[j * BLOCK_K // 32], CENTRE, HAS_ZERO, OPERAND)
+            b = x.index(stage).slice(j * BLOCK_K, BLOCK_K, 1).permute((1, 0))
+            acc = hopper.warpgroup_mma(a, b, acc, is_async=True)
+            # the product before has ended, and its registers are free
+            hopper.warpgroup_mma_wait(1, deps=[before])
+            before = a
+            if j == 0:
+                # and so has the last one of the step before, whose stage nobody reads any more
+                if PRODUCER:
+                    mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+                else:
+                    later = i + STAGES - 1
+                    _fetch_words(
+                        words_desc, x_desc, words, full, later % STAGES, row, first + later, later < count
+                    )
+                    _fetch_x(x_desc, x, full, later % STAGES, token, first + later, later < count)
+                ahead = gl.minimum(first + i + 1, tiles - 1)
+                rows = _load_rows(scales, zeros, ahead, padded_n, GROUP_SIZE, HAS_ZERO)
+        scale, shift = _convert_rows(rows[0], rows[1], CENTRE, HAS_ZERO, dtype)
+    y = hopper.warpgroup_mma_wait(0, deps=[acc, before])[0]
+    _finish(
+        y,
+        x,
+        bias_ptr,
+        out_ptr,
+        partial_ptr,
+        semaphore_ptr,
+        token,
+        row,
+        m,
+        n,
+        stride_om,
+        stride_on,
+        HAS_BIAS,
+        SPLIT_K,
+        WARPS,
+    )
+
+
+@gluon.jit
+def _finish(
+    acc,
+    x,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    semaphore_ptr,
+    token,
+    row,
+    m,
+    n,
+    stride_om,
+    stride_on,
+    HAS_BIAS: gl.constexpr,
+    SPLIT_K: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Write the tile acc, or add it to its neighbour's; the one that adds goes on with the sum.
+
+    partial: fp32 [tiles, SPLIT_K, BLOCK_N · BLOCK_M].  semaphore: [tiles, SPLIT_K], one for each sum of two:
+    1 when the first has come, 4 when the second has too and the first has written, 0 again afterwards.
+    """
+    MMA: gl.constexpr = acc.type.layout
+    BLOCK_N: gl.constexpr = acc.shape[0]
+    BLOCK_M: gl.constexpr = acc.shape[1]
+    SIZE: gl.constexpr = BLOCK_N * BLOCK_M
+    FLAT: gl.constexpr = _flat_layout(BLOCK_N, BLOCK_M, WARPS)
+    REPEATS: gl.constexpr = BLOCK_N // (16 * WARPS)
+    LEVELS: gl.constexpr = (SPLIT_K - 1).bit_length()
+    # repeat, warp, half, lane // 4, run of tokens, lane % 4, odd: lanes last but for the 16 bytes of each
+    sums = gl.reshape(acc, (REPEATS, WARPS, 2, 8, BLOCK_M // 8, 4, 2))
+    sums = gl.reshape(gl.permute(sums, (0, 4, 1, 3, 5, 2, 6)), (SIZE,))
+    sums = gl.convert_layout(sums, FLAT, assert_trivial=True)
+    tile = gl.program_id(0) * SPLIT_K
+    cells = partial_ptr + tile.to(gl.int64) * SIZE + gl.arange(0, SIZE, layout=FLAT)
+    mine = True
+    for level in gl.static_range(LEVELS):
+        # the slices that a sum has so far are node · 2^level and those that follow
+        node = gl.program_id(1) >> level
+        right = (node | 1) << level
+        if mine and right < SPLIT_K:
+            semaphore = semaphore_ptr + tile + right
+            if gl.atomic_add(semaphore, 1, sem="relaxed") == 0:
+                gl.store(cells + (node << level) * SIZE, sums, cache_modifier=".cg")
+                # every thread's part is stored before one of them says so
+                thread_barrier()
+                gl.atomic_add(semaphore, 2, sem="release")
+                mine = False
+            else:
+                while gl.atomic_add(semaphore, 0, sem="acquire") < 4:
+                    pass
+                gl.store(semaphore, 0)
+                sums += gl.load(cells + ((node ^ 1) << level) * SIZE, cache_modifier=".cg")
+    if mine:
+        y = gl.reshape(sums, (REPEATS, BLOCK_M // 8, WARPS, 8, 4, 2, 2))
+        y = gl.reshape(gl.permute(y, (0, 2, 5, 3, 1, 4, 6)), (BLOCK_N, BLOCK_M))
+        y = gl.convert_layout(y, MMA, assert_trivial=True)
+        _write(y, x, bias_ptr, out_ptr, token, row, m, n, stride_om, stride_on, HAS_BIAS, WARPS)
+
+
+@gluon.jit
+def _write(
+    y,
+    x,
+    bias_ptr,
+    out_ptr,
+    token,
+    row,
+    m,
+    n,
+    stride_om,
+    stride_on,
+    HAS_BIAS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Transpose through the memory that held x, and write whole rows of y."""
+    MMA: gl.constexpr = y.type.layout
+    BLOCK_N: gl.constexpr = y.shape[0]
+    BLOCK_M: gl.constexpr = y.shape[1]
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    if HAS_BIAS:
+        rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, MMA))
+        y += gl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(gl.float32)[:, None]
+    tile = x._reinterpret(dtype, [BLOCK_M, BLOCK_N], x.layout)
+    tile.permute((1, 0)).store(y.to(dtype))
+    rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ROWS))
+    tokens = token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ROWS))
+    cells = out_ptr + tokens.to(gl.int64)[:, None] * stride_om + rows.to(gl.int64)[None, :] * stride_on
+    gl.store(cells, tile.load(ROWS), mask=(tokens < m)[:, None] & (rows < n)[None, :])
+
+
+@gluon.jit(do_not_specialize=["m", "padded_n", "tiles", "tiles_per_split"])
+def hopper_kernel(
+    x_desc,
+    words_desc,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    semaphore_ptr,
+    m,
+    n,
+    padded_n,
+    tiles,
+    tiles_per_split,
+    stride_om,
+    stride_on,
+    CENTRE: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HAS_ZERO: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SPLIT_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    PRODUCER: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """One [BLOCK_N, BLOCK_M] tile of yᵀ, or its share of the tiles along K; see fragment.gemm_kernel.
+
+    x_desc: of x [m, tiles · 128] with block [BLOCK_M, 128].  words_desc: of words as [padded_n / 16,
+    tiles · 256] with block [BLOCK_N / 16, 256].  partial, semaphore: see _finish.  GROUP_SIZE: a multiple of
+    BLOCK_K, or 0 if rows are groups.  HAS_ZERO: otherwise all zero-points are CENTRE.
+    """
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    GROUP_M: gl.constexpr = 8
+    # GROUP_M rows of tiles at a time, so that programs that run together share weights and x in L2
+    tiles_m = gl.cdiv(m, BLOCK_M)
+    tiles_n = gl.cdiv(n, BLOCK_N)
+    place = gl.program_id(0)
+    first_m = place // (GROUP_M * tiles_n) * GROUP_M
+    height = gl.minimum(tiles_m - first_m, GROUP_M)
+    token = (first_m + place % (GROUP_M * tiles_n) % height) * BLOCK_M
+    row = place % (GROUP_M * tiles_n) // height * BLOCK_N
+    first = gl.program_id(1) * tiles_per_split
+    count = gl.minimum(tiles_per_split, tiles - first)
+
+    x = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, 128], x_desc.layout)
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N // 16, 256], words_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    hopper.fence_async_shared()
+    if DEPENDENT:
+        _let_next_start()
+    if PRODUCER:
+        gl.warp_specialize(
+            [
+                (
+                    _compute,
+                    (
+                        x_desc,
+                        words_desc,
+                        scale_ptr,
+                        zero_ptr,
+                        bias_ptr,
+                        out_ptr,
+                        partial_ptr,
+                        semaphore_ptr,
+                        x,
+                        words,
+                        full,
+                        empty,
+                        token,
+                        row,
+                        first,
+                        count,
+                        m,
+                        n,
+                        padded_n,
+                        tiles,
+                        stride_om,
+                        stride_on,
+                        CENTRE,
+                        GROUP_SIZE,
+                        HAS_ZERO,
+                        HAS_BIAS,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        SPLIT_K,
+                        STAGES,
+                        PRODUCER,
+                        gl.num_warps(),
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        x_desc,
+                        words_desc,
+                        x,
+                        words,
+                        full,
+                        empty,
+                        token,
+                        row,
+                        first,
+                        count,
+                        STAGES,
+                        DEPENDENT,
+                    ),
+                ),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        for i in gl.static_range(STAGES - 1):
+            _fetch_words(words_desc, x_desc, words, full, i, row, first + i, i < count)
+        if DEPENDENT:
+            _wait_for_previous()
+        for i in gl.static_range(STAGES - 1):
+            _fetch_x(x_desc, x, full, i, token, first + i, i < count)
+        _compute(
+            x_desc,
+            words_desc,
+            scale_ptr,
+            zero_ptr,
+            bias_ptr,
+            out_ptr,
+            partial_ptr,
+            semaphore_ptr,
+            x,
+            words,
+            full,
+            empty,
+            token,
+            row,
+            first,
+            count,
+            m,
+            n,
+            padded_n,
+            tiles,
+            stride_om,
+            stride_on,
+            CENTRE,
+            GROUP_SIZE,
+            HAS_ZERO,
+            HAS_BIAS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            SPLIT_K,
+            STAGES,
+            PRODUCER,
+            gl.num_warps(),
+        )
+
+
+def multiply(
+    x: Tensor,
+    weight: FragmentWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    split_k: int,
+    producer: bool,
+    dependent: bool,
+    num_warps: int,
+    num_stages: int,
+) -> None:
+    """Fill out [M, N] with x [M, K] @ Wᵀ + bias by hopper_kernel.
+
+    block_m: a power of two, 16 to 256.  block_n: a power of two, 16 · num_warps to 256.  block_k: inputs of
+    one product, 16, 32 or 64, a divisor of the group size.  num_warps: 4 or 8.
+    """
+    layout = weight.layout
+    x = padded_x(x, layout.padded_k)
+    m, n = out.shape
+    programs = -(-n // block_n) * -(-m // block_m)
+    steps = -(-layout.tiles // split_k)
+    # a slice without a step would not wait for the kernel ahead
+    split_k = -(-layout.tiles // steps)
+    partial, semaphore = workspace(out, split_k, programs * split_k, programs * split_k * block_n * block_m)
+    words = weight.words.view(layout.shape[0], -1)
+    launch(
+        hopper_kernel,
+        (programs, split_k),
+        TensorDescriptor.from_tensor(x, [block_m, TILE_K], X_LAYOUT),
+        TensorDescriptor.from_tensor(words, [block_n // TILE_N, 256], WORDS_LAYOUT),
+        weight.scale,
+        weight.scale if weight.zero_point is None else weight.zero_point,
+        out if bias is None else bias,
+        out,
+        partial,
+        semaphore,
+        m,
+        n,
+        layout.padded_n,
+        layout.tiles,
+        steps,
+        *out.stride(),
+        CENTRE=1 << (weight.bits - 1),
+        GROUP_SIZE=0 if weight.scale.shape[0] == 1 else weight.group_size,
+        HAS_ZERO=weight.zero_point is not None,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        SPLIT_K=split_k,
+        STAGES=num_stages,
+        PRODUCER=producer,
+        DEPENDENT=dependent,
+        num_warps=num_warps,
+        **({"launch_pdl": True} if dependent else {}),
+    )
+
+
+@functools.cache
+def missing() -> str | None:
+    """What this installation lacks for hopper_kernel; None if Triton compiles it.
+
+    Gluon is young and changes with every release of Triton: so the compiler itself is asked, once a process.
+    """
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    if not HAS_GLUON:
+        return f"Triton {triton.__version__} has no Gluon for Hopper"
+    try:
+        compile_kernel(BLOCK_M=64, BLOCK_N=64, STAGES=2, num_warps=4)
+    except Exception as e:
+        return f"Triton {triton.__version__} does not compile the kernel ({type(e).__name__})"
+    return None
+
+
+def compile_kernel(
+    act: str = "fp16", zero: str = "u8", num_warps: int = 8, aligned: bool = True, **constexprs: Any
+) -> Any:
+    """hopper_kernel compiled for sm_90, which needs no GPU.
+
+    act, zero: Triton types of the activations and zero-points.  aligned: n and the rows of out are multiples
+    of 16.  constexprs: other than those of a symmetric 4-bit weight in groups of 128 without split.
+    """
+    constants = {
+        "stride_on": 1,
+        "CENTRE": 8,
+        "GROUP_SIZE": 128,
+        "HAS_ZERO": False,
+        "HAS_BIAS": False,
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+        "SPLIT_K": 1,
+        "STAGES": 4,
+        "PRODUCER": False,
+        "DEPENDENT": False,
+    } | constexprs
+    names = hopper_kernel.arg_names
+    x_block, words_block = [constants["BLOCK_M"], TILE_K], [constants["BLOCK_N"] // TILE_N, 256]
+    types = {
+        "x_desc": f"tensordesc<{act}{x_block},{X_LAYOUT!r}>",
+        "words_desc": f"tensordesc<i32{words_block},{WORDS_LAYOUT!r}>",
+        "partial_ptr": "*fp32",
+        "semaphore_ptr": "*i32",
+        "zero_ptr": f"*{zero if constants['HAS_ZERO'] else act}",
+    } | dict.fromkeys(("scale_ptr", "bias_ptr", "out_ptr"), f"*{act}")
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
+    divisible = {name for name in names if signature[name].startswith("*")}
+    if aligned:
+        divisible |= {"n", "stride_om"}
+    return triton.compile(
+        GluonASTSource(
+            hopper_kernel,
+            signature,
+            {(names.index(name),): value for name, value in constants.items()},
+            {(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
+        ),
+        target=triton.backends.compiler.GPUTarget("cuda", 90, 32),
+        options={"num_warps": num_warps},
+    )

@@ -1,0 +1,107 @@
+"""hopper_kernel on a Hopper GPU against float64; Gluon has no interpreter, so nothing here runs without one.
+
+Its faults would be races: registers or shared memory overwritten while the matrix unit still reads them, and
+partial sums read too early. Hence many steps of K, outputs full of NaN, and the same bits every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_fragment import Case, assert_close, launch, make_problem
+
+from lowbit_kernels import hopper
+from lowbit_kernels.dispatch import VARIANTS, KernelConfig, prepare, problem_of
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _hopper_gpu() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    if reason := hopper.missing():
+        pytest.skip(reason)
+
+
+ALONE = KernelConfig("hopper", 64, 128, 16, num_warps=4, num_stages=4)
+SERVED = KernelConfig("hopper", 128, 128, 32, num_warps=8, num_stages=4, producer=True)
+
+CASES = [
+    # tails of every kind: tokens, rows, inputs; fewer tiles than stages; more slices than tiles
+    Case(1, 1, 33, 33, ALONE),
+    Case(65, 130, 640, 128, ALONE, bias=True),
+    Case(200, 1000, 4224, 128, ALONE),
+    Case(200, 1000, 4224, 128, SERVED, bias=True),
+    Case(70, 300, 384, 128, replace(ALONE, split_k=8)),
+    Case(300, 300, 2200, 2200, replace(SERVED, block_m=256, num_stages=3)),
+    # sums of slices, in twos and odd numbers
+    *(Case(129, 260, 4096, 128, replace(ALONE, split_k=split)) for split in (2, 3, 4, 7)),
+    *(Case(129, 260, 4096, 128, replace(SERVED, split_k=split)) for split in (2, 3)),
+    # groups within, of and across a tile; widths, zero-points whole and fractional
+    *(
+        Case(90, 260, 1280, group, config, bits, zero, True)
+        for config in (ALONE, SERVED)
+        for group, bits, zero in (
+            (32, 4, None),
+            (32, 4, torch.uint8),
+            (64, 3, torch.uint8),
+            (128, 4, torch.float16),
+            (256, 4, torch.uint8),
+            (1280, 3, None),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("act", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_float64(case, act):
+    problem = make_problem(case, "cuda", act)
+    weight = prepare(problem.weight)
+    for dependent in (False, True):
+        y = launch(problem, weight, replace(case.config, dependent=dependent))
+        assert_close(y, problem.truth, rounded_weights=True)
+
+
+@pytest.mark.parametrize(
+    "config", [ALONE, SERVED, replace(ALONE, split_k=3)], ids=["alone", "served", "split"]
+)
+def test_faults_are_caught(config):
+    problem = make_problem(Case(64, 260, 1024, 128, config), "cuda")
+    weight = prepare(problem.weight)
+    for broken in (
+        replace(weight, words=weight.words.roll(8, dims=2)),
+        replace(weight, scale=weight.scale.roll(1, dims=0)),
+    ):
+        with pytest.raises(AssertionError):
+            assert_close(launch(problem, broken, config), problem.truth, rounded_weights=True)
+
+
+@pytest.mark.parametrize("split_k", [1, 2, 3, 4])
+def test_same_bits_every_time_and_in_graphs(split_k):
+    for config in (replace(ALONE, split_k=split_k), replace(SERVED, split_k=split_k, dependent=True)):
+        problem = make_problem(Case(128, 4096, 2048, 128, config), "cuda")
+        weight = prepare(problem.weight)
+        first = launch(problem, weight, config)
+        out = torch.empty_like(first)
+        run = VARIANTS["hopper"].launch
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                run(problem.x, weight, None, out, config)
+        for _ in range(20):
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, first)
+
+
+def test_every_candidate_is_right_over_many_steps():
+    for m in (64, 128, 256, 512):
+        problem = make_problem(Case(m, 1024, 8192, 128, ALONE), "cuda")
+        weight = prepare(problem.weight)
+        for config in VARIANTS["hopper"].candidates(problem_of(problem.x, weight)):
+            for _ in range(3):
+                assert_close(launch(problem, weight, config), problem.truth, rounded_weights=True)

@@ -1,0 +1,121 @@
+"""hopper_kernel compiles for sm_90 to the loop that it is meant to be, which needs no GPU.
+
+It is fast because dequantizing is arithmetic on registers between asynchronous products. A compiler that
+moves weights through shared memory, waits for every product or spills would still be right.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernel_compile import opcodes
+
+from lowbit_kernels import dispatch, hopper
+from lowbit_kernels.dispatch import VARIANTS, KernelConfig, Problem
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_cache"),
+    pytest.mark.skipif(not hopper.HAS_GLUON, reason="this Triton has no Gluon for Hopper"),
+]
+
+
+def test_this_triton_compiles_it():
+    assert hopper.missing() is None
+
+
+def loops(ptx: str) -> list[str]:
+    """The basic blocks that multiply, as PTX: from their label to the branch back."""
+    return [
+        block
+        for block in re.findall(r"^\$L__BB\d+_\d+:.*?^\s+@%p\d+ bra", ptx, re.MULTILINE | re.DOTALL)
+        if "wgmma.mma_async" in block
+    ]
+
+
+def check(compiled: Any, config: KernelConfig, folder: Path) -> None:
+    assert not {"STL", "LDL"} & {opcode.split(".")[0] for opcode in opcodes(compiled, folder)}, "spills"
+    (loop,) = loops(compiled.asm["ptx"])
+    # 64 rows to an instruction of a warpgroup, 16 of the 128 inputs
+    repeats = config.block_n // (16 * config.num_warps)
+    assert loop.count("wgmma.mma_async") == 8 * repeats
+    # always for the product before, never for all
+    assert loop.count("wgmma.wait_group.sync.aligned 1;") == 128 // config.block_k
+    assert "wgmma.wait_group.sync.aligned 0;" not in loop
+    # two loads of 16 bytes for each 16 rows of a warp, and nothing else comes from shared memory
+    assert loop.count("ld.shared.v4") == loop.count("ld.shared") == 2 * repeats
+    assert not re.search(r"st\.shared|stmatrix|ldmatrix|shfl", loop)
+
+
+def compile_config(config: KernelConfig, **changes: Any) -> Any:
+    return hopper.compile_kernel(
+        **{
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "SPLIT_K": config.split_k,
+            "STAGES": config.num_stages,
+            "PRODUCER": config.producer,
+            "DEPENDENT": config.dependent,
+            "num_warps": config.num_warps,
+        }
+        | changes
+    )
+
+
+ALONE = KernelConfig("hopper", 64, 128, 16, split_k=3, num_warps=4, num_stages=4)
+SERVED = KernelConfig("hopper", 256, 128, 32, num_warps=8, num_stages=3, producer=True)
+
+
+@pytest.mark.parametrize("config", [ALONE, SERVED], ids=["alone", "served"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"HAS_ZERO": True},
+        {"HAS_ZERO": True, "zero": "fp16", "GROUP_SIZE": 0},
+        {"act": "bf16", "GROUP_SIZE": 64},
+        {"act": "bf16", "HAS_ZERO": True, "GROUP_SIZE": 32},
+        {"HAS_BIAS": True, "CENTRE": 4, "aligned": False},
+    ],
+    ids=str,
+)
+def test_the_loop_is_arithmetic_between_products(config, changes, tmp_path):
+    check(compile_config(config, **changes), config, tmp_path)
+
+
+def every_config() -> list[KernelConfig]:
+    """What the rule and the candidates launch, over all problems of a benchmark."""
+    shapes = [
+        (n, k) for n in (2048, 4096, 6144, 10240, 14336, 28672, 57344) for k in (2048, 4096, 8192, 28672)
+    ]
+    found = {
+        config
+        for n, k in shapes
+        for m in (64, 128, 256, 512, 1024)
+        for config in VARIANTS["hopper"].candidates(
+            Problem(4, 128, False, "float16", m, n, k, "sm_90", "fragment")
+        )
+    }
+    return sorted(found, key=str)
+
+
+@pytest.mark.slow
+def test_every_candidate_compiles_without_spills(tmp_path):
+    for config in every_config():
+        check(compile_config(config), config, tmp_path)
+
+
+def test_a_gpu_or_triton_that_cannot_is_told_why(monkeypatch):
+    problem = Problem(4, 128, False, "float16", 256, 4096, 4096, "sm_90", "fragment")
+    assert dispatch.refusals(problem)["hopper"] is None
+    assert "sm_80" in dispatch.refusals(replace(problem, arch="sm_80"))["hopper"]
+    assert "2 bits" in dispatch.refusals(replace(problem, bits=2))["hopper"]
+    assert "tokens" in dispatch.refusals(replace(problem, m_bucket=8))["hopper"]
+    monkeypatch.setattr(hopper, "HAS_GLUON", False)
+    hopper.missing.cache_clear()
+    assert "Gluon" in dispatch.refusals(problem)["hopper"]
+    hopper.missing.cache_clear()
