@@ -30,6 +30,7 @@ LEVELS = {
             "inspection",
             "skeleton",
             "streamed",
+            "tasks",
             "activations",
             "products",
             "estimate",

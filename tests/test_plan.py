@@ -155,6 +155,10 @@ def test_who_cannot_load_zero_points_is_told_before_the_work():
     (note,) = make_plan(llama(), Recipe(sym=False)).notes
     assert "dequantize=True" in note
     assert make_plan(llama(), Recipe(sym=True)).notes == ()
+    # what a method does not read is not taken in silence
+    (note,) = make_plan(llama(), Recipe(method="rtn", calib="text.txt", samples=8)).notes
+    assert note == "--calib, --samples: not used, rtn reads no calibration text"
+    assert make_plan(llama(), Recipe(method="gptq", calib="text.txt", samples=8)).notes == ()
     assert make_plan(llama(), Recipe(sym=False, format="awq")).notes == ()
 
 

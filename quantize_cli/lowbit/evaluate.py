@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from lowbit.errors import SourceError
 from lowbit.folder import DenseView, open_folder
 from lowbit.skeleton import Skeleton, WeightSource, build_skeleton, load, stored_names, unload
 from lowbit.streamed import stream_matrices
+from lowbit.tasks import load_tasks, run_tasks
 
 RESULT_FILE = "lowbit_eval.json"
 # logits of the windows that run together
@@ -64,7 +65,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Scores over everything and by domain (one for each text). protocol: what exactly was measured."""
+    """Scores over everything and by domain (one for each text). protocol: what exactly was measured.
+
+    tasks, source_tasks: lm_eval's metrics by task, empty if none was asked for.
+    """
 
     path: str
     source: str | None
@@ -72,6 +76,8 @@ class EvalReport:
     total: Scores
     domains: dict[str, Scores]
     seconds: float
+    tasks: dict[str, dict[str, float]] = field(default_factory=dict)
+    source_tasks: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -92,6 +98,8 @@ def evaluate(
     window: int = 512,
     stride: int | None = None,
     bos: bool | None = None,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
     device: str = "auto",
     on_event: events.OnEvent = events.ignore,
 ) -> EvalReport:
@@ -99,8 +107,10 @@ def evaluate(
 
     text: files, each a domain of its own; None takes the text shipped in the package.  max_tokens: scored in
     all, shared evenly by the domains.  stride: None is window.  bos: begin each window with the tokenizer's
-    beginning-of-sequence token; None does so if the tokenizer does by itself.
-    Raises SourceError for a text that holds less than one window, and what opening the models raises.
+    beginning-of-sequence token; None does so if the tokenizer does by itself.  tasks: of lm_eval, see
+    lowbit.tasks; limit: the first examples of each.
+    Raises SourceError for a text that holds less than one window, RecipeError for tasks that cannot be
+    loaded, and what opening the models raises.
     """
     started = time.monotonic()
     protocol = Protocol(window, stride or window, bos, max_tokens)
@@ -109,7 +119,9 @@ def evaluate(
     with ExitStack() as stack, torch.no_grad():
         weights = stack.enter_context(open_weights(model))
         origin = stack.enter_context(open_weights(source)) if source is not None else None
-        rows = make_windows(load_tokenizer(weights), texts, protocol)
+        tokenizer = load_tokenizer(weights)
+        rows = make_windows(tokenizer, texts, protocol)
+        loaded = load_tasks(tasks) if tasks else []
         total = sum(each.numel() for each in rows.values())
         on_event(events.Stage("eval", f"{len(texts)} texts", total, unit="tokens"))
         scored = load_model(weights, target).model
@@ -121,6 +133,11 @@ def evaluate(
                 found[name].append(score(scored, reference, batch.to(target), protocol.stride))
                 done += batch.numel()
                 on_event(events.LayerDone(name, done))
+        answers: list[dict[str, dict[str, float]]] = [{}, {}]
+        if loaded:
+            on_event(events.Stage("tasks", ", ".join(tasks)))
+            asked = [model for model in (scored, reference) if model is not None]
+            answers[: len(asked)] = [run_tasks(model, tokenizer, loaded, limit=limit) for model in asked]
     domains = {name: torch.cat(scores, 1) for name, scores in found.items()}
     report = EvalReport(
         path=str(model),
@@ -129,6 +146,8 @@ def evaluate(
         total=summarize(torch.cat(list(domains.values()), 1)),
         domains={name: summarize(scores) for name, scores in domains.items()},
         seconds=time.monotonic() - started,
+        tasks=answers[0],
+        source_tasks=answers[1],
     )
     on_event(events.Done(report.to_json()))
     return report

@@ -184,9 +184,7 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
     _check_names(layers, copies, recipe)
     order = {name: i for i, name in enumerate(source.tensors)}
     copies.sort(key=lambda copy: order[copy.name])
-    plan = Plan(
-        source.name, recipe, tuple(layers), tuple(copies), {}, source.notes + _notes(layers, recipe.format)
-    )
+    plan = Plan(source.name, recipe, tuple(layers), tuple(copies), {}, source.notes + _notes(layers, recipe))
     # raises for a combination of layers that the format's config cannot state
     FORMATS[recipe.format].quantization_config(plan.layers, plan.dense_linears)
     return plan
@@ -513,14 +511,17 @@ def _nothing_left(copies: list[CopyPlan]) -> str:
     return f"no layer can be quantized ({count} linear layers: {reason}); try another --group or --include"
 
 
-def _notes(layers: list[LayerPlan], format: str) -> tuple[str, ...]:
+def _notes(layers: list[LayerPlan], recipe: Recipe) -> tuple[str, ...]:
     """What the user should know before starting."""
-    notes = [
+    asked = [f"--{key}" for key in ("calib", "samples", "seqlen") if getattr(recipe, key) is not None]
+    unused = asked and not any(SOLVERS[layer.method].needs_data for layer in layers)
+    notes = [f"{', '.join(asked)}: not used, {recipe.method} reads no calibration text"] if unused else []
+    notes += [
         f"{count} {'layer' if count == 1 else 'layers'}: {reason}"
         for reason, count in Counter(layer.fallback for layer in layers if layer.fallback).items()
     ]
-    cautions = (FORMATS[format].caution(layer.scheme) for layer in layers)
-    notes += [f"{format}: {caution}" for caution in dict.fromkeys(cautions) if caution]
+    cautions = (FORMATS[recipe.format].caution(layer.scheme) for layer in layers)
+    notes += [f"{recipe.format}: {caution}" for caution in dict.fromkeys(cautions) if caution]
     conv1d = sum(layer.transposed and layer.expert is None for layer in layers)
     if conv1d:
         notes.append(f"{conv1d} Conv1D layers are stored as [out, in]; few engines load quantized Conv1D")

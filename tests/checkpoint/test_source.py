@@ -558,3 +558,11 @@ def test_memory_does_not_grow_with_the_bytes_read(tmp_path: Path) -> None:
     )
     grown = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
     assert grown < 200_000, f"{grown} KiB"
+
+
+@pytest.mark.parametrize("name", ["lowbit.json", "README.md", "lowbit_kernels.json", "report.html"])
+def test_a_folder_where_lowbit_writes_a_file_is_refused_at_once(llama_folder: Path, name: str) -> None:
+    (llama_folder / name).mkdir()
+    (llama_folder / name / "notes.txt").write_text("x")
+    with pytest.raises(SourceError, match=rf"{name}: a folder, where lowbit writes a file"):
+        open_source(str(llama_folder))

@@ -39,7 +39,10 @@ def lowbit(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
 
     def run(*args: object) -> Ran:
         capsys.readouterr()
-        code = exit_code(lambda: app([str(arg) for arg in args], prog_name="lowbit", standalone_mode=False))
+        words = [str(arg) for arg in args]
+        code = exit_code(
+            lambda: app(words, prog_name="lowbit", standalone_mode=False), events="--json" in words
+        )
         captured = capsys.readouterr()
         return Ran(code, captured.out, captured.err)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -40,6 +41,38 @@ def test_exit_code_and_line(
     captured = capsys.readouterr()
     assert captured.err == line + "\n"
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (errors.PlanError("q_proj: no"), 2, "q_proj: no"),
+        (errors.GateError("q_proj: bad"), 1, "q_proj: bad"),
+        (OSError(errno.ENOSPC, "", "/out/x"), 2, "/out/x: no space left"),
+    ],
+    ids=str,
+)
+def test_a_program_reads_the_error_as_the_last_event(
+    error: Exception, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(raising(error), events=True) == code
+    event = json.loads(capsys.readouterr().out)
+    assert event.pop("message").startswith(message)
+    assert event == {"event": "error", "exit_code": code}
+
+
+@pytest.mark.parametrize(
+    "words", [["plan"], ["plan", "x", "--bits", "four"], ["verify", "--nonsense"]], ids=str
+)
+def test_a_command_line_that_is_wrong_is_an_event_too(words: list[str], lowbit: Callable) -> None:
+    ran = lowbit(*words, "--json")
+    assert ran.code == 2
+    assert ran.event("error") == {
+        "event": "error",
+        "message": ran.err.removeprefix("lowbit: error: ").rstrip("\n"),
+        "exit_code": 2,
+    }
+    assert lowbit(*words).out == ""
 
 
 def test_every_user_error_has_its_exit_code() -> None:

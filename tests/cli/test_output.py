@@ -28,7 +28,7 @@ from lowbit.cli.output import (
     size,
     small_table,
 )
-from lowbit.errors import GateError, PlanError
+from lowbit.errors import PlanError
 from lowbit.events import LayerDone, Note, Stage
 
 
@@ -96,17 +96,6 @@ def test_quiet_keeps_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "warning: 8 of 128 rows\n"
-
-
-@pytest.mark.parametrize("error", [PlanError("q_proj: no"), GateError("q_proj: bad")], ids=str)
-def test_json_ends_with_the_error(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(type(error)), output(json=True, quiet=False):
-        raise error
-    assert json.loads(capsys.readouterr().out) == {
-        "event": "error",
-        "message": str(error),
-        "exit_code": error.exit_code,  # type: ignore[attr-defined]
-    }
 
 
 @pytest.mark.parametrize("json_flag", ["True", "False"])

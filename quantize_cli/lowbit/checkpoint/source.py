@@ -58,6 +58,10 @@ WEIGHT_SUFFIXES = (
 )
 # written anew from the source's own, so not among the side files
 REWRITTEN = ("config.json", "README.md", "lowbit.json", "lowbit_kernels.json")
+# what quantize and the commands after it write into the output's folder
+WRITTEN = frozenset(
+    (*REWRITTEN, "model.safetensors.index.json", "quantize_config.json", "lowbit_eval.json", "report.html")
+)
 # names under which transformers' causal models keep their output layer
 HEADS = (
     "lm_head",
@@ -530,6 +534,8 @@ def _side_files(folder: Path, code: list[Path]) -> tuple[tuple[Path, ...], list[
             folders.clear()
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]
+        if here == folder and (taken := sorted(WRITTEN.intersection(folders))):
+            raise SourceError(f"{here / taken[0]}: a folder, where lowbit writes a file; rename it")
         # os.walk does not follow them, which could go round in circles
         odd += [here / name for name in folders if (here / name).is_symlink()]
         beside = [

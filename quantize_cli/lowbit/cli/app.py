@@ -72,7 +72,7 @@ def main() -> None:
     # layers from running, and gptq took four times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _open_streams()
-    sys.exit(exit_code(lambda: app(standalone_mode=False)))
+    sys.exit(exit_code(lambda: app(standalone_mode=False), events="--json" in sys.argv[1:]))
 
 
 def _open_streams() -> None:

@@ -6,12 +6,13 @@ Users' errors are one line on stderr. Anything else is a bug of ours and keeps i
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, cast
 
@@ -85,10 +86,10 @@ def usage_line(error: Any) -> str:
     return f"{text[:1].lower()}{text[1:]}; see {command} --help"
 
 
-def exit_code(run: Callable[[], object]) -> int:
+def exit_code(run: Callable[[], object], *, events: bool = False) -> int:
     """Call `run`, print the user's error or interruption as one line, return the exit code.
 
-    run: its own exit code, if it returns a number.
+    run: its own exit code, if it returns a number.  events: print errors on stdout too, as JSON.
     """
     try:
         with _interruptible():
@@ -97,23 +98,29 @@ def exit_code(run: Callable[[], object]) -> int:
         return int(e.code or 0)
     except UsageError as e:
         # without any argument typer shows the help, and the message is empty
-        if str(e):
-            _say(f"error: {usage_line(e)}")
-        return BAD_INPUT
+        return _fail(usage_line(e), BAD_INPUT, events) if str(e) else BAD_INPUT
     except LowbitError as e:
-        _say(f"error: {e}")
-        return e.exit_code
+        return _fail(str(e), e.exit_code, events)
     except OSError as e:
         line = os_error_line(e)
         if line is None:
             raise
-        _say(f"error: {line}")
-        return BAD_INPUT
+        return _fail(line, BAD_INPUT, events)
     except Interrupted as e:
         if str(e):
             _say(str(e))
         return INTERRUPTED
     return ended if isinstance(ended, int) else 0
+
+
+def _fail(message: str, code: int, events: bool) -> int:
+    """Print an error, as an event too if a program reads them; return the exit code."""
+    _say(f"error: {message}")
+    if events:
+        # the program may have gone
+        with suppress(OSError):
+            print(json.dumps({"event": "error", "message": message, "exit_code": code}), flush=True)
+    return code
 
 
 def _say(message: str) -> None:

@@ -28,7 +28,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lowbit.cli.errors import reader_gone
-from lowbit.errors import LowbitError
 from lowbit.events import Event, LayerDone, Note, OnEvent, Stage
 
 # width of tables where neither a terminal nor COLUMNS tells it
@@ -171,13 +170,9 @@ class Output:
 
 @contextmanager
 def output(json: bool, quiet: bool) -> Iterator[Output]:
-    """The output of one command; with --json a user's error is an event too, before the exit."""
+    """The output of one command; with --json people read on stderr."""
     out = Output(json, quiet, _console(sys.stderr if json else sys.stdout), _console(sys.stderr))
-    try:
-        yield out
-    except LowbitError as e:
-        out.event({"event": "error", "message": str(e), "exit_code": e.exit_code})
-        raise
+    yield out
 
 
 def next_command(command: str) -> RenderableType:

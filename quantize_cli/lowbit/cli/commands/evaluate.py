@@ -34,6 +34,19 @@ def evaluate(
         int | None,
         typer.Option("--stride", min=1, metavar="N", help="Between windows.", show_default="window"),
     ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tasks",
+            metavar="NAME",
+            help="Tasks of lm_eval: name or YAML file; repeatable.",
+            show_default="none",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=1, metavar="N", help="Examples of each task.", show_default="all"),
+    ] = None,
     device: options.Device = "auto",
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -41,6 +54,10 @@ def evaluate(
     """Measure perplexity and, beside the original, KL divergence and top-1 agreement."""
 
     with output(json, quiet) as out:
+        if tasks:
+            from lowbit.tasks import check_installed
+
+            check_installed()
         with out.starting():
             from lowbit.evaluate import evaluate as run
         with listener(out) as on_event:
@@ -51,6 +68,8 @@ def evaluate(
                 max_tokens=max_tokens,
                 window=window,
                 stride=stride,
+                tasks=[name for names in tasks or () for name in names.split(",")],
+                limit=limit,
                 device=device,
                 on_event=on_event,
             )
@@ -75,10 +94,32 @@ def scores_view(report: EvalReport) -> list[RenderableType]:
     return [
         "",
         table,
+        *(["", tasks_table(report)] if report.tasks else []),
         "",
         facts([("protocol", report.protocol), ("original", report.source or "not given")]),
         "",
     ]
+
+
+def tasks_table(report: EvalReport) -> RenderableType:
+    """lm_eval's metrics with their standard errors, beside the original's."""
+    table = small_table("tasks")
+    for column in ("task", "metric"):
+        table.add_column(column, overflow="fold")
+    for column in ("value", "original's"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for task, metrics in report.tasks.items():
+        for metric in (name for name in metrics if not name.endswith("_stderr")):
+            both = (each.get(task, {}) for each in (report.tasks, report.source_tasks))
+            table.add_row(task, metric, *(_with_error(found, metric) for found in both))
+    return table
+
+
+def _with_error(found: dict[str, float], metric: str) -> str:
+    if metric not in found:
+        return "–"
+    error = found.get(f"{metric}_stderr")
+    return f"{found[metric]:.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def _cells(scores: Scores) -> list[str]:
