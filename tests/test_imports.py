@@ -41,7 +41,7 @@ LEVELS = {
     "lowbit_kernels": [
         {"layout"},
         {"reference", "device", "problem"},
-        {"wna16", "packing", "solve", "fragment", "tables"},
+        {"wna16", "packing", "solve", "fragment", "hopper", "tables"},
         {"dispatch"},
         {"measure", "tuning", "bench", "functional"},
     ],
