@@ -61,9 +61,10 @@ CASES = [
 def test_matches_float64(case, act):
     problem = make_problem(case, "cuda", act)
     weight = prepare(problem.weight)
-    for dependent in (False, True):
-        y = launch(problem, weight, replace(case.config, dependent=dependent))
-        assert_close(y, problem.truth, rounded_weights=True)
+    # with the next launch close behind, or without
+    config = replace(case.config, dependent=act == torch.float16)
+    for _ in range(3):
+        assert_close(launch(problem, weight, config), problem.truth, rounded_weights=True)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_faults_are_caught(config):
 @pytest.mark.parametrize("split_k", [1, 2, 3, 4])
 def test_same_bits_every_time_and_in_graphs(split_k):
     for config in (replace(ALONE, split_k=split_k), replace(SERVED, split_k=split_k, dependent=True)):
-        problem = make_problem(Case(128, 4096, 2048, 128, config), "cuda")
+        problem = make_problem(Case(128, 512, 2048, 128, config), "cuda")
         weight = prepare(problem.weight)
         first = launch(problem, weight, config)
         out = torch.empty_like(first)
@@ -98,10 +99,12 @@ def test_same_bits_every_time_and_in_graphs(split_k):
             assert torch.equal(out, first)
 
 
-def test_every_candidate_is_right_over_many_steps():
-    for m in (64, 128, 256, 512):
-        problem = make_problem(Case(m, 1024, 8192, 128, ALONE), "cuda")
-        weight = prepare(problem.weight)
-        for config in VARIANTS["hopper"].candidates(problem_of(problem.x, weight)):
-            for _ in range(3):
-                assert_close(launch(problem, weight, config), problem.truth, rounded_weights=True)
+@pytest.mark.parametrize("m", [64, 128, 256, 512])
+def test_every_candidate_is_right_over_many_steps(m):
+    problem = make_problem(Case(m, 256, 8192, 128, ALONE), "cuda")
+    weight = prepare(problem.weight)
+    # a layer that is wide enough for every tile
+    posed = replace(problem_of(problem.x, weight), n=8192)
+    for config in VARIANTS["hopper"].candidates(posed):
+        for _ in range(3):
+            assert_close(launch(problem, weight, config), problem.truth, rounded_weights=True)
