@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import fragment, hopper, wna16
 from .fragment import FragmentWeight
-from .layout import BITS, TILE_K, PackLayout
+from .layout import BITS, EXPERT_TOKENS, TILE_K, FragmentLayout, PackLayout
 from .problem import KernelConfig, Problem
 from .tables import shipped_configs
 
@@ -160,6 +160,27 @@ def matmul(
     return out
 
 
+def expert_matmul(x: Tensor, weight: FragmentWeight, routes: Tensor, pairs: int) -> Tensor:
+    """Return [pairs, N]: the product of every (token, place) pair with its expert, in one launch.
+
+    x: [T, K] float16 or bfloat16, or [pairs, K].  weight: of all experts, stacked.  routes: fragment.route's.
+    Raises ValueError for an x that does not fit.
+    """
+    k = weight.in_features
+    if x.dim() != 2 or x.shape[1] != k or x.dtype not in FLOATS[:2] or pairs % max(x.shape[0], 1):
+        raise ValueError(f"x is {list(x.shape)} {_name(x.dtype)}, wanted a row of {k} 16-bit floats a token")
+    out = torch.empty((pairs, weight.out_features), dtype=x.dtype, device=x.device)
+    if pairs:
+        # as a plain product with as many rows as all experts have that may be read
+        experts = min(pairs, weight.words.shape[0])
+        problem = replace(problem_of(x, weight), m_bucket=bucket(-(-pairs // weight.words.shape[0])))
+        config = _default_decode(
+            replace(problem, n=problem.n * experts, m_bucket=min(problem.m_bucket, EXPERT_TOKENS))
+        )
+        _launch_decode(x, weight, None, out, config, routes)
+    return out
+
+
 def problem_of(x: Tensor, weight: AnyWeight) -> Problem:
     """The problem that x [..., K] and weight pose."""
     return Problem(
@@ -232,7 +253,10 @@ def rule(problem: Problem) -> KernelConfig:
 def _accepts_decode(problem: Problem) -> str | None:
     if (reason := _accepts_fragments(problem)) is not None:
         return reason
-    if problem.m_bucket > 16 or (problem.m_bucket > 8 and problem.n * problem.k > SMALL):
+    size, block_k = problem.n * problem.k, _block_k(problem, TILE_K)
+    # gemm takes a step for each group
+    most = SMALL if block_k == TILE_K else MIDDLING if block_k == 64 else size
+    if problem.m_bucket > 16 or (problem.m_bucket > 8 and size > most):
         return f"{problem.m_bucket} tokens: gemm reads x once for more outputs"
     return None
 
@@ -273,34 +297,84 @@ def _accepts_dense(problem: Problem) -> str | None:
     return None if problem.order == "fragment" else "the words are in stored order; prepare() reorders them"
 
 
-# Weights (N · K) up to which one program can hold all of K at once, and latency is what counts.
-SMALL = 1 << 23
+# Weights (N · K): up to the first all of K is loaded at once, up to the second most of it, and what counts is
+# latency; beyond the third many programs in turn hide it, and registers count.
+SMALL, MIDDLING, LARGE = 1 << 23, 1 << 25, 100 << 20
 
 
 def _default_decode(problem: Problem) -> KernelConfig:
-    """One step over all of K for small weights; otherwise rows and slices until enough warps run.
+    """Rows and slices until enough warps run, and as much in flight as their registers hold together.
 
-    Beyond four tokens x is what costs, so programs own more rows and load x by sectors.
+    Beyond two tokens x is what costs: programs own more rows, and soon load x by sectors.
     """
-    few = problem.m_bucket <= 4
-    tiles = -(-problem.k // TILE_K)
-    if problem.n * problem.k <= SMALL and tiles <= 16:
-        slices = _floor_power(tiles)
-        return _decode(problem, 16, slices, 1, min(4 if problem.m_bucket <= 8 else 8, slices))
-    large = problem.n * problem.k > 100 << 20
-    block_n = (32 if large else 16) if few else (64 if large else 32)
-    ways = _floor_power(max(1, min(tiles, (4200 if few else 2660) * block_n / problem.n)))
-    # slices of one program need no workspace, but more than four hold each other up
-    if ways <= (8 if few else 4):
-        return _decode(problem, block_n, ways, 1, ways)
-    return _decode(problem, block_n, 2, ways // 2, 2)
+    m, n, k = problem.m_bucket, problem.n, problem.k
+    size, tiles, few, block_k = n * k, -(-k // TILE_K), m <= 2, _block_k(problem, TILE_K)
+    grouped = block_k < TILE_K
+    # words of a lane for 16 rows of a tile
+    words = 2 * FragmentLayout(problem.bits, n, k).field
+    if m > 8 and size <= SMALL and not grouped:
+        slices = _floor_power(min(tiles, 16))
+        return _decode(problem, 16, slices, 1, min(8, slices), 1, True)
+    if m > 8:
+        slices = _whole(tiles, _floor_power(max(1, min(8, 4200 * 32 / n))))
+        depth = 0 if size > MIDDLING else 2 if block_k == 64 else 1
+        return _decode(problem, 32, slices, 1, slices, depth, True)
+    if grouped and size <= MIDDLING:
+        slices = _whole(tiles, 8)
+        return _decode(problem, 32, slices, 1, slices, 2, not few)
+    if size > LARGE:
+        block_n = 32 if grouped else 64
+        slices, split_k = _share(tiles, 2660 * block_n / n, 4)
+        # with groups of 64 registers are left to load the next step ahead
+        halves = block_k == 64
+        return _decode(problem, block_n, slices, split_k, slices, int(halves), not (few and halves))
+    if few or size <= SMALL:
+        num_warps = 8 if n < 2048 or k > 8192 else 4
+        warps = n / 16 * num_warps
+        together = 1 if grouped else _floor_power(max(1, min(4, 4400 / warps * 8 / words)))
+        depth = _floor_power(max(1, 55000 / (words * warps * together)))
+        slices = _whole(tiles, num_warps * together)
+        return _decode(problem, 16, slices, 1, min(num_warps, slices), depth, not few)
+    if size <= MIDDLING:
+        # two tiles a warp at once, twice: all of K in one round or two
+        slices, split_k = _share(tiles, 1536 * 32 / n, 1)
+        together = 2 if words <= 8 and tiles % (4 * slices * split_k) == 0 else 1
+        return _decode(problem, 32, slices * together, split_k, slices, 2, True)
+    slices, split_k = _share(tiles, 2660 * 32 / n, 4)
+    x_wide = m > 4 or grouped
+    # with x by sectors a warp that loads ahead has registers enough for 18 a multiprocessor
+    ahead = not x_wide or n / 32 * slices * split_k <= 2300
+    return _decode(problem, 32, slices, split_k, slices, int(ahead), x_wide)
 
 
-def _decode(problem: Problem, block_n: int, slices: int, split_k: int, num_warps: int) -> KernelConfig:
+def _share(tiles: int, ways: float, most: int) -> tuple[int, int]:
+    """Slices of a program and of the grid that together share K in about so many ways.
+
+    Slices of one program need no workspace, but more than `most` hold each other up.
+    """
+    total = _floor_power(max(1, min(tiles, ways)))
+    if total <= most:
+        return _whole(tiles, total), 1
+    slices = min(total, 2)
+    return slices, total // slices
+
+
+def _whole(tiles: int, slices: int) -> int:
+    """slices, or fewer if the last step of few tiles would be mostly empty; a power of two."""
+    slices = min(slices, _floor_power(tiles))
+    while slices > 1 and -(-tiles // slices) * slices > 1.2 * tiles:
+        slices //= 2
+    return slices
+
+
+def _decode(
+    problem: Problem, block_n: int, slices: int, split_k: int, num_warps: int, depth: int, x_wide: bool
+) -> KernelConfig:
     tiles = -(-problem.k // TILE_K)
     steps = -(-tiles // (slices * split_k))
-    few = problem.m_bucket <= 4
-    small = problem.n * problem.k <= SMALL
+    # rounds that are not whole are filled up with nothing
+    while depth > 1 and steps % depth:
+        depth //= 2
     return KernelConfig(
         "decode",
         block_m=8 if problem.m_bucket <= 8 else 16,
@@ -310,27 +384,27 @@ def _decode(problem: Problem, block_n: int, slices: int, split_k: int, num_warps
         num_warps=num_warps,
         num_stages=1,
         slices=slices,
-        prefetch=few and steps > 1 and (steps >= 16 or slices == 8),
-        # an exchange of x a block: with smaller groups it costs more than the narrow loads
-        x_wide=_block_k(problem, TILE_K) == TILE_K
-        and (problem.m_bucket > 4 or (small and problem.m_bucket > 2)),
-        dependent=_dependent_launch(problem.arch) and small,
+        depth=depth,
+        x_wide=x_wide,
+        dependent=_dependent_launch(problem.arch),
     )
 
 
 def _decode_candidates(problem: Problem) -> tuple[KernelConfig, ...]:
-    """The rule's config, half and twice its rows or its share of K, and the ways to split that share."""
+    """The rule's config, others that load more or less ahead, and half and twice its rows or share of K."""
     default = _default_decode(problem)
     tiles = -(-problem.k // TILE_K)
-    ways = default.slices * default.split_k
+    together = default.slices // default.num_warps
+    ways = default.num_warps * default.split_k
     found = [default, replace(default, x_wide=not default.x_wide)]
-    if _dependent_launch(problem.arch):
-        found.append(replace(default, dependent=not default.dependent))
-    for block_n in {default.block_n, 32 if default.block_n != 32 else 64, 16}:
+    found += [replace(default, depth=depth) for depth in (0, 1, 2)]
+    for block_n in {default.block_n, 16, 32} | ({64} if ways <= 8 else set()):
         for total in (ways // 2, ways, ways * 2):
-            for slices in {2, min(8, total)} if total > 1 else {1}:
-                if 1 <= total <= tiles and slices <= total and total // slices <= 16:
-                    found.append(_decode(problem, block_n, slices, total // slices, slices))
+            for warps in {2, min(8, total)} if total > 1 else {1}:
+                slices = warps * min(together, max(1, 64 // block_n))
+                if total <= warps * 16 and warps <= total and slices * (total // warps) <= tiles:
+                    depth, x_wide = default.depth, default.x_wide
+                    found.append(_decode(problem, block_n, slices, total // warps, warps, depth, x_wide))
     return tuple(dict.fromkeys(found))
 
 
@@ -524,7 +598,12 @@ def _floor_power(value: float) -> int:
 
 
 def _launch_decode(
-    x: Tensor, weight: AnyWeight, bias: Tensor | None, out: Tensor, config: KernelConfig
+    x: Tensor,
+    weight: AnyWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    config: KernelConfig,
+    routes: Tensor | None = None,
 ) -> None:
     assert isinstance(weight, FragmentWeight)
     fragment.decode(
@@ -537,9 +616,10 @@ def _launch_decode(
         split_k=config.split_k,
         slices=config.slices,
         num_warps=config.num_warps,
-        prefetch=config.prefetch,
+        depth=config.depth,
         x_wide=config.x_wide,
         dependent=config.dependent,
+        routes=routes,
     )
 
 

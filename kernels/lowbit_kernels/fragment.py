@@ -6,10 +6,13 @@ and r + 8 for neighbouring inputs; `(word & mask) | magic` turns a field of both
 and joins and reshapes that the compiler resolves to register renaming make the operand. Nothing is shuffled.
 
     decode      few tokens. Operands go from memory to registers: no shared memory, no barrier in the loop.
-                The offset of the magic numbers leaves after the product,
+                The offset of the magic numbers leaves in the product,
                     y = Σ_g s_g (Σ_k (2^e + q) x  -  (2^e + z_g) Σ_k x),
                 with Σ_k x from the same instruction and a left operand of ones, so that zero-points, whole or
-                fractional, are free. SLICES warps share a tile along K and add up through shared memory.
+                fractional, are free; or, where z is known, the second sum from an operand of -(2^e + z).
+                Groups smaller than a tile are products of their own. SLICES warps share a tile along K and
+                add up through shared memory. Weights are loaded DEPTH steps ahead, the first of them before
+                the kernel ahead has ended. For stacked experts a program's tokens come from a table.
     gemm        more tokens. x goes through shared memory, by a TMA descriptor where that is possible; weights
                 are centred, and scaled before the product (SCALE_WEIGHTS) or after it.
     dequantize  writes W for a dense product.
@@ -33,7 +36,7 @@ import torch
 from torch import Tensor
 
 from .device import jit, launch, tl, triton
-from .layout import TILE_K, TILE_N, FragmentLayout
+from .layout import EXPERT_TOKENS, TILE_K, TILE_N, FragmentLayout, expert_slots
 
 
 @jit()
@@ -152,7 +155,7 @@ def _operand(
     dtype: tl.constexpr,
     LOP3: tl.constexpr,
 ):
-    """[CHUNKS · ROWS16 · SLICES, 32 · WIDE] words to the left operand [SLICES, 16 · ROWS16, BLOCK_K].
+    """[CHUNKS · ROWS16 · SLICES, 32 · WIDE] words to the left operand [SLICES, 16 · ROWS16, INPUTS].
 
     ORDER: of inputs within a block of 32, free as long as _x_operand takes the same: 2 or 4, the neighbours
     that a lane holds in the operand that the compiler picked, and registers are renamed instead of moved.
@@ -187,15 +190,15 @@ def _operand(
             ),
         )
         p = tl.permute(p, (2, 1, 9, 3, 0, 5, 8, 7, 4, 6))  # c r s nl t i odd run%2 run//2 half
-    BLOCK_K: tl.constexpr = CHUNKS * WIDE * 64 // BITS
-    p = tl.reshape(p, (SLICES, ROWS16 * 16, BLOCK_K // 32, 2, 2, 4, 2))  # s row block//2 block%2 run t odd
+    INPUTS: tl.constexpr = CHUNKS * WIDE * 64 // BITS
+    p = tl.reshape(p, (SLICES, ROWS16 * 16, INPUTS // 32, 2, 2, 4, 2))  # s row block//2 block%2 run t odd
     if ORDER == 2:
         pass
     elif ORDER == 4:
         p = tl.permute(p, (0, 1, 2, 3, 5, 4, 6))
     else:
         p = tl.permute(p, (0, 1, 2, 4, 5, 3, 6))
-    return tl.reshape(p, (SLICES, ROWS16 * 16, BLOCK_K))
+    return tl.reshape(p, (SLICES, ROWS16 * 16, INPUTS))
 
 
 @jit()
@@ -216,29 +219,37 @@ def _weights(
 
 
 @jit()
-def _x_operand(
-    x,
-    SLICES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr,
-    ORDER: tl.constexpr,
-):
-    """x as decode_kernel loads it to the right operand [SLICES, BLOCK_K, BLOCK_M], in _operand's ORDER."""
+def _x_operand(x, SLICES: tl.constexpr, BLOCK_M: tl.constexpr, WIDE: tl.constexpr, ORDER: tl.constexpr):
+    """A tile of x a slice, as decode_kernel loads it, to [SLICES, 128, BLOCK_M] in _operand's ORDER."""
     if WIDE:
-        x = tl.reshape(x, (BLOCK_M // 8, BLOCK_K // 32, SLICES, 8, 2, 2, 4, 2))  # mr c s m b run t odd
+        x = tl.reshape(x, (BLOCK_M // 8, 4, SLICES, 8, 2, 2, 4, 2))  # mr c s m b run t odd
         x = tl.permute(x, (2, 1, 4, 5, 6, 7, 0, 3))
     else:
-        x = tl.reshape(x, (BLOCK_M // 8, BLOCK_K // 32, 2, 2, SLICES, 8, 4, 2))  # mr c b run s m t odd
+        x = tl.reshape(x, (BLOCK_M // 8, 4, 2, 2, SLICES, 8, 4, 2))  # mr c b run s m t odd
         x = tl.permute(x, (4, 1, 2, 3, 6, 7, 0, 5))
-    x = tl.reshape(x, (SLICES, BLOCK_K // 32, 2, 2, 4, 2, BLOCK_M))
+    x = tl.reshape(x, (SLICES, 4, 2, 2, 4, 2, BLOCK_M))
     if ORDER == 2:
         pass
     elif ORDER == 4:
         x = tl.permute(x, (0, 1, 2, 4, 3, 5, 6))
     else:
         x = tl.permute(x, (0, 1, 3, 4, 2, 5, 6))
-    return tl.reshape(x, (SLICES, BLOCK_K, BLOCK_M))
+    return tl.reshape(x, (SLICES, 128, BLOCK_M))
+
+
+@jit()
+def _groups_apart(a, b, GROUPS: tl.constexpr):
+    """Operands [SLICES, rows, 128] and [SLICES, 128, columns] of one tile a slice, cut into groups of inputs.
+
+    The group comes first, and warps take slices: a lane keeps what it has.
+    """
+    if GROUPS > 1:
+        S: tl.constexpr = a.shape[0]
+        a = tl.permute(tl.reshape(a, (S, a.shape[1], GROUPS, 128 // GROUPS)), (2, 0, 1, 3))
+        a = tl.reshape(a, (GROUPS * S, a.shape[2], 128 // GROUPS))
+        b = tl.permute(tl.reshape(b, (S, GROUPS, 128 // GROUPS, b.shape[2])), (1, 0, 2, 3))
+        b = tl.reshape(b, (GROUPS * S, 128 // GROUPS, b.shape[3]))
+    return a, b
 
 
 @jit()
@@ -265,15 +276,24 @@ def _on_weights(value, ROWS16: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @jit()
-def _dot(a, b, SLICES: tl.constexpr):
-    """Product of the slices; one slice uses the plain instruction."""
-    if SLICES == 1:
+def _every_input(row, SLICES: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr):
+    """A left operand [SLICES, rows, 128 / GROUPS] that has row's values [rows] for every input."""
+    rows: tl.constexpr = row.shape[0]
+    part = tl.broadcast_to(row.to(dtype)[None, :, None], (SLICES, rows, 64 // GROUPS))
+    # joined so that the compiler picks the same operand order for it as for the weight
+    return tl.reshape(tl.join(part, part), (SLICES, rows, 128 // GROUPS))
+
+
+@jit()
+def _dot(a, b, acc):
+    """acc [slices, rows, columns] plus the product of every slice; one slice uses the plain instruction."""
+    if a.shape[0] == 1:
         a = tl.reshape(a, (a.shape[1], a.shape[2]))
         b = tl.reshape(b, (b.shape[1], b.shape[2]))
-        product = tl.dot(a, b)
-        return tl.reshape(product, (1, product.shape[0], product.shape[1]))
+        product = tl.dot(a, b, tl.reshape(acc, (a.shape[0], b.shape[1])))
+        return tl.reshape(product, acc.shape)
     else:
-        return tl.dot(a, b)
+        return tl.dot(a, b, acc)
 
 
 @jit()
@@ -289,6 +309,14 @@ def _let_next_start():
 def _wait_for_previous():
     """Wait until the kernel before has ended and what it wrote can be read."""
     tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@jit()
+def _issue():
+    """Loads written before this are issued before it: ptxas would delay each to just before its use."""
+    tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @jit()
@@ -342,22 +370,32 @@ def _write(acc, rows, tokens, mask, bias_ptr, out_ptr, n, stride_om, stride_on, 
 @jit()
 def _load_tile(
     words,
-    word_tile,
     scale,
     zero,
-    row_tile,
+    first,
+    tiles,
     padded_n,
-    BLOCK: tl.constexpr,
+    SLICES: tl.constexpr,
+    ROWS16: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BITS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
-    """Words, scales and zero-points of block BLOCK of one tile of every slice."""
-    within: tl.constexpr = BLOCK * BLOCK_K * BITS // 64
-    at: tl.constexpr = within // 4 * 128 + within % 4
-    w = tl.load(words + word_tile[:, None] * (64 * BITS) + at, eviction_policy="evict_first")
-    group = row_tile * 0 if GROUP_SIZE == 0 else (row_tile * 128 + BLOCK * BLOCK_K) // GROUP_SIZE
+    """Words, scales and zero-points of the tiles that slices take when slice 0 takes tile `first`."""
+    word_tile = first + tl.arange(0, CHUNKS * ROWS16 * SLICES) % SLICES
+    e = tl.arange(0, ROWS16 * 2 * GROUPS * SLICES * 32)
+    row_tile = first + e // 32 % SLICES
+    if not EVEN:
+        word_tile = tl.minimum(word_tile, tiles - 1)
+        row_tile = tl.minimum(row_tile, tiles - 1)
+    w = tl.load(words + word_tile[:, None] * (64 * BITS), eviction_policy="evict_first")
+    if GROUP_SIZE == 0:
+        group = e * 0
+    else:
+        group = (row_tile * 128 + e // (32 * SLICES) % GROUPS * (128 // GROUPS)) // GROUP_SIZE
     s = tl.load(scale + group * padded_n)
     z = s
     if HAS_ZERO:
@@ -365,7 +403,107 @@ def _load_tile(
     return w, s, z
 
 
-@jit(do_not_specialize=["m", "tiles_per_program"])
+@jit()
+def _add_tile(
+    acc,
+    loaded,
+    x,
+    x_mask,
+    first,
+    last,
+    SLICES: tl.constexpr,
+    ROWS16: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BITS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    X_WIDE: tl.constexpr,
+    ORDER: tl.constexpr,
+    LOP3: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """acc [SLICES, 16 · ROWS16, BLOCK_M] plus the products of what _load_tile(first) loaded."""
+    w, s, z = loaded
+    dtype: tl.constexpr = x.dtype.element_ty
+    batch: tl.constexpr = GROUPS * SLICES
+    x_tile = first + tl.arange(0, x.shape[0]) % SLICES
+    if not EVEN:
+        # past the end x reads as 0, whatever the clamped weight is
+        x_mask = x_mask & (x_tile < last)[:, None]
+    b = tl.load(x + x_tile[:, None] * 128, mask=x_mask, other=0.0)
+    b = _x_operand(b, SLICES, BLOCK_M, X_WIDE, ORDER)
+    a = _operand(w, SLICES, ROWS16, CHUNKS, WIDE, BITS, None, ORDER, dtype, LOP3)
+    a, b = _groups_apart(a, b, GROUPS)
+    half = tl.arange(0, ROWS16 * 16) // 8 % 2
+    nothing = tl.zeros((batch, ROWS16 * 16, BLOCK_M), dtype=tl.float32)
+    if HAS_ZERO or GROUPS > 1:
+        ones = _every_input(half * 0 + 1.0, batch, GROUPS, dtype)
+        e = tl.arange(0, ROWS16 * 2 * batch * 32) // (32 * batch) % 2
+        centre = _field_offset(e, BITS, dtype) + (z if HAS_ZERO else CENTRE)
+        centre = _per_row(centre, batch, ROWS16, BLOCK_M)
+        product = _dot(a, b, nothing) - centre * _dot(ones, b, nothing)
+    else:
+        # known before: the product starts from it, unless many short ones would wait for many such starts
+        excess = _every_input(-_field_offset(half, BITS, dtype) - CENTRE, batch, GROUPS, dtype)
+        product = _dot(a, b, _dot(excess, b, nothing))
+    product = product * _per_row(s, batch, ROWS16, BLOCK_M)
+    if GROUPS > 1:
+        product = tl.sum(tl.reshape(product, (GROUPS, SLICES, ROWS16 * 16, BLOCK_M)), axis=0)
+    return acc + product
+
+
+@jit(do_not_specialize=["pairs", "slots"])
+def route_kernel(
+    index_ptr,
+    routes_ptr,
+    pairs,
+    slots,
+    BY_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Group (token, place) pairs by expert into tiles of BLOCK_M, in one program.
+
+    index: [pairs] integer, the expert of each.  routes: int32, first [slots, 4] of (expert, start in the
+    order, how many, -), how many being 0 where there is no tile; then the order, [pairs] by expert.
+    """
+    if DEPENDENT:
+        _let_next_start()
+    lane = tl.arange(0, BLOCK)
+    for start in range(0, slots, BLOCK):
+        tl.store(routes_ptr + (start + lane) * 4 + 2, 0, mask=start + lane < slots)
+    # a slot may be cleared by one thread and filled by another
+    tl.debug_barrier()
+    for start in range(0, pairs, BLOCK):
+        pair = start + lane
+        expert = tl.load(index_ptr + pair, mask=pair < pairs, other=0).to(tl.int32)
+        below = tl.zeros((BLOCK,), dtype=tl.int32)
+        earlier = tl.zeros((BLOCK,), dtype=tl.int32)
+        same = tl.zeros((BLOCK,), dtype=tl.int32)
+        for start_other in range(0, pairs, BLOCK):
+            other = start_other + lane
+            # no expert has this number
+            rival = tl.load(index_ptr + other, mask=other < pairs, other=0x7FFFFFFF).to(tl.int32)
+            equal = rival[None, :] == expert[:, None]
+            below += tl.sum((rival[None, :] < expert[:, None]).to(tl.int32), axis=1)
+            earlier += tl.sum((equal & (other[None, :] < pair[:, None])).to(tl.int32), axis=1)
+            same += tl.sum(equal.to(tl.int32), axis=1)
+        rank = below + earlier
+        tl.store(routes_ptr + slots * 4 + rank, pair, mask=pair < pairs)
+        # different for every tile, without knowing how many tiles the experts before have
+        slot = rank if BY_RANK else below // BLOCK_M + expert + earlier // BLOCK_M
+        tile = routes_ptr + slot * 4
+        begins = (pair < pairs) & (earlier % BLOCK_M == 0)
+        tl.store(tile, expert, mask=begins)
+        tl.store(tile + 1, rank, mask=begins)
+        tl.store(tile + 2, tl.minimum(same - earlier, BLOCK_M), mask=begins)
+
+
+@jit(do_not_specialize=["m", "tiles_per_program", "share"])
 def decode_kernel(
     x_ptr,
     words_ptr,
@@ -375,11 +513,13 @@ def decode_kernel(
     out_ptr,
     partial_ptr,
     semaphore_ptr,
+    routes_ptr,
     m,
     n,
     padded_n,
     tiles,
     tiles_per_program,
+    share,
     stride_xm,
     stride_om,
     stride_on,
@@ -390,15 +530,16 @@ def decode_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS16: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr,
     SLICES: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    ONE_STEP: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ONE_ROUND: tl.constexpr,
     EVEN: tl.constexpr,
-    PREFETCH: tl.constexpr,
     X_WIDE: tl.constexpr,
     KWIDTH: tl.constexpr,
     LOP3: tl.constexpr,
+    EXPERTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One [16 · ROWS16, BLOCK_M] tile of yᵀ, or its share of the tiles along K.
@@ -406,139 +547,166 @@ def decode_kernel(
     x: [m, tiles · 128], rows stride_xm apart, zero past in_features.  words: FragmentLayout, BITS its field.
     scale, zero: [groups, padded_n].  bias: [n].  out: [m, n].
     partial: fp32 [SPLIT_K, m, n] and semaphore: zeroed int32, one a tile; both unused when SPLIT_K is 1.
-    CENTRE: the zero-point of a symmetric weight.  GROUP_SIZE: a multiple of BLOCK_K, or 0 if rows are groups.
-    ONE_STEP: a program's tiles are no more than its slices.  EVEN: every program has whole steps.
+    CENTRE: zero-point of a symmetric weight.  GROUP_SIZE: 0 if rows are groups.  GROUPS: that a tile spans.
+    DEPTH: steps of SLICES tiles whose weights are on their way while the one before is multiplied: a round.
+    A program has tiles_per_program tiles, whole rounds.  ONE_ROUND: just one.  EVEN: none goes past the end.
     DEPENDENT: launched while the kernel before still runs; only the weight is read before that has ended.
+    EXPERTS: weights are [experts, ...], a tile's tokens are what route_kernel's table in routes says, and
+    token i has row i // share of x; BLOCK_M is 8.
     """
     BLOCK_N: tl.constexpr = ROWS16 * 16
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     block = tl.program_id(0)
     split = tl.program_id(1)
     block_m = tl.program_id(2)
+    tokens = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    if EXPERTS:
+        if DEPENDENT:
+            _wait_for_previous()
+            _let_next_start()
+        expert = tl.load(routes_ptr + block_m * 4).to(tl.int64)
+        count = tl.load(routes_ptr + block_m * 4 + 2)
+        if count == 0:
+            return
+        order = routes_ptr + tl.num_programs(2) * 4 + tl.load(routes_ptr + block_m * 4 + 1)
+        inside = tl.arange(0, BLOCK_M) < count
+        # tokens past the end are not written
+        tokens = tl.where(inside, tl.load(order + tl.arange(0, BLOCK_M), mask=inside, other=0), m)
+        words_ptr += expert * (padded_n // 16) * tiles * (64 * BITS)
+        groups = padded_n * (1 if GROUP_SIZE == 0 else tiles * 128 // GROUP_SIZE)
+        scale_ptr += expert * groups
+        zero_ptr += expert * groups
     first = split * tiles_per_program
     last = tl.minimum(first + tiles_per_program, tiles)
 
-    # words of a lane for one block of inputs: WIDE neighbours in each of CHUNKS chunks
-    lane_words: tl.constexpr = BLOCK_K * BITS // 64
-    WIDE: tl.constexpr = 4 if lane_words >= 4 else lane_words
-    CHUNKS: tl.constexpr = lane_words // WIDE
+    # words of a lane for one tile: WIDE neighbours in each of CHUNKS chunks
+    WIDE: tl.constexpr = 4
+    CHUNKS: tl.constexpr = BITS // 2
     e = tl.arange(0, CHUNKS * ROWS16 * SLICES)
-    word_slice = e % SLICES
     word_rows = (block * ROWS16 + e // SLICES % ROWS16).to(tl.int64) * tiles * (64 * BITS)
-    columns = tl.arange(0, 32 * WIDE)
-    if WIDE < 4:
-        columns = columns // WIDE * 4 + columns % WIDE
-    words = words_ptr + (word_rows + e // (SLICES * ROWS16) * 128)[:, None] + columns[None, :]
+    words = words_ptr + (word_rows + e // (SLICES * ROWS16) * 128)[:, None] + tl.arange(0, 128)[None, :]
 
-    if X_WIDE:
-        # 16 bytes a lane, full sectors of every row; lanes then exchange what the operand wants
-        e = tl.arange(0, BLOCK_M * BLOCK_K // 256 * SLICES)
-        x_slice = e % SLICES
-        lane = tl.arange(0, 256)
-        token = block_m * BLOCK_M + (e // (SLICES * (BLOCK_K // 32)) * 8)[:, None] + (lane // 32)[None, :]
-        column = (e // SLICES % (BLOCK_K // 32) * 32)[:, None] + (lane % 32)[None, :]
-        x_offset = tl.max_contiguous(tl.multiple_of(token.to(tl.int64) * stride_xm + column, (8, 8)), (1, 8))
+    # X_WIDE: 16 bytes a lane, full sectors of every row; lanes then exchange what the operand wants.
+    # Otherwise two inputs a lane, which is what the operand wants: nothing moves between lanes.
+    RUN: tl.constexpr = 32 if X_WIDE else 8
+    VECTOR: tl.constexpr = 8 if X_WIDE else 2
+    e = tl.arange(0, BLOCK_M * 16 // RUN * SLICES)
+    lane = tl.arange(0, 8 * RUN)
+    if EXPERTS:
+        mine = lane // RUN < count
+        token = tl.load(order + lane // RUN, mask=mine, other=0)[None, :] // share
+        x_mask = mine[None, :]
     else:
-        # two inputs a lane, which is what the operand wants: nothing moves between lanes
-        e = tl.arange(0, BLOCK_M * BLOCK_K // 64 * SLICES)
-        x_slice = e % SLICES
-        lane = tl.arange(0, 64)
-        token = block_m * BLOCK_M + (e // (SLICES * (BLOCK_K // 8)) * 8)[:, None] + (lane // 8)[None, :]
-        column = (e // SLICES % (BLOCK_K // 8) * 8)[:, None] + (lane % 8)[None, :]
-        x_offset = tl.max_contiguous(tl.multiple_of(token.to(tl.int64) * stride_xm + column, (2, 2)), (1, 2))
-    x = x_ptr + x_offset
-    in_m = token < m
+        token = block_m * BLOCK_M + (e // (SLICES * 128 // RUN) * 8)[:, None] + (lane // RUN)[None, :]
+        x_mask = token < m
+    column = (e // SLICES % (128 // RUN) * RUN)[:, None] + (lane % RUN)[None, :]
+    x_offset = token.to(tl.int64) * stride_xm + column
+    x = x_ptr + tl.max_contiguous(tl.multiple_of(x_offset, (VECTOR, VECTOR)), (1, VECTOR))
 
-    e = tl.arange(0, ROWS16 * SLICES * 64)
-    row_slice = e // 32 % SLICES
-    row = block * BLOCK_N + e // (32 * SLICES) * 8 + e % 32 // 4
+    batch: tl.constexpr = GROUPS * SLICES
+    e = tl.arange(0, ROWS16 * 2 * batch * 32)
+    row = block * BLOCK_N + e // (32 * batch) * 8 + e % 32 // 4
     scale = scale_ptr + row
     zero = zero_ptr + row
-    offset = _per_row(_field_offset(e // (32 * SLICES) % 2, BITS, dtype), SLICES, ROWS16, BLOCK_M)
 
     # matrix loads from shared memory deliver pairs in another order
     ORDER: tl.constexpr = 5 if X_WIDE and KWIDTH == 4 else KWIDTH
-    half_ones = tl.full((SLICES, BLOCK_N, BLOCK_K // 2), 1.0, dtype)
-    # joined so that the compiler picks the same operand order for it as for the weight
-    ones = tl.reshape(tl.join(half_ones, half_ones), (SLICES, BLOCK_N, BLOCK_K))
     acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M), dtype=tl.float32)
-    early: tl.constexpr = BLOCK_K == 128 and (PREFETCH or ONE_STEP)
-    if DEPENDENT:
-        _let_next_start()
-    if early:
-        w, s, z = _load_tile(
+    pending = ()
+    for step in tl.static_range(DEPTH):
+        loaded = _load_tile(
             words,
-            tl.minimum(first + word_slice, tiles - 1),
             scale,
             zero,
-            tl.minimum(first + row_slice, tiles - 1),
+            first + step * SLICES,
+            tiles,
             padded_n,
-            0,
+            SLICES,
+            ROWS16,
+            CHUNKS,
             BITS,
-            BLOCK_K,
+            GROUPS,
             GROUP_SIZE,
             HAS_ZERO,
+            EVEN,
         )
-    if DEPENDENT:
+        pending += (loaded,)  # type: ignore[assignment]
+    if DEPENDENT and not EXPERTS:
         _wait_for_previous()
-    for start in tl.range(first, first + 1 if ONE_STEP else last, SLICES, num_stages=1):
-        x_tile = start + x_slice
-        x_mask = in_m
-        if not EVEN:
-            # past the end x reads as 0, whatever the clamped weight is
-            x_mask = in_m & (x_tile < last)[:, None]
-        for sub in tl.static_range(128 // BLOCK_K):
-            if early:
-                if not ONE_STEP:
-                    ahead = start + SLICES
-                    next_w, next_s, next_z = _load_tile(
-                        words,
-                        tl.minimum(ahead + word_slice, tiles - 1),
-                        scale,
-                        zero,
-                        tl.minimum(ahead + row_slice, tiles - 1),
-                        padded_n,
-                        0,
-                        BITS,
-                        BLOCK_K,
-                        GROUP_SIZE,
-                        HAS_ZERO,
-                    )
-            else:
-                word_tile = start + word_slice
-                row_tile = start + row_slice
-                if not EVEN:
-                    word_tile = tl.minimum(word_tile, tiles - 1)
-                    row_tile = tl.minimum(row_tile, tiles - 1)
-                w, s, z = _load_tile(
-                    words,
-                    word_tile,
-                    scale,
-                    zero,
-                    row_tile,
-                    padded_n,
-                    sub,
-                    BITS,
-                    BLOCK_K,
-                    GROUP_SIZE,
-                    HAS_ZERO,
-                )
-            xs = tl.load(x + (x_tile * 128 + sub * BLOCK_K)[:, None], mask=x_mask, other=0.0)
-            xs = _x_operand(xs, SLICES, BLOCK_M, BLOCK_K, X_WIDE, ORDER)
-            a = _operand(w, SLICES, ROWS16, CHUNKS, WIDE, BITS, None, ORDER, dtype, LOP3)
-            centre = offset + CENTRE
-            if HAS_ZERO:
-                centre = offset + _per_row(z, SLICES, ROWS16, BLOCK_M)
-            product = _dot(a, xs, SLICES) - centre * _dot(ones, xs, SLICES)
-            acc += product * _per_row(s, SLICES, ROWS16, BLOCK_M)
-            if early and not ONE_STEP:
-                w = next_w
-                s = next_s
-                z = next_z
+        # not before: kernels that only wait would hold registers, and their loads compete with this one's
+        _let_next_start()
+    elif DEPTH > 0 and LOP3:
+        _issue()
+    # the last round has nothing left to load
+    final = first + tiles_per_program - DEPTH * SLICES
+    ROUND: tl.constexpr = DEPTH if DEPTH > 0 else 1
+    for start in tl.range(first, first if ONE_ROUND else final, ROUND * SLICES, num_stages=1):
+        for step in tl.static_range(ROUND):
+            loaded = _load_tile(
+                words,
+                scale,
+                zero,
+                start + (DEPTH + step) * SLICES,
+                tiles,
+                padded_n,
+                SLICES,
+                ROWS16,
+                CHUNKS,
+                BITS,
+                GROUPS,
+                GROUP_SIZE,
+                HAS_ZERO,
+                EVEN,
+            )
+            pending += (loaded,)  # type: ignore[assignment]
+            if DEPTH > 0 and LOP3:
+                _issue()
+            acc = _add_tile(
+                acc,
+                pending[0],  # type: ignore[misc]
+                x,
+                x_mask,
+                start + step * SLICES,
+                last,
+                SLICES,
+                ROWS16,
+                CHUNKS,
+                WIDE,
+                BITS,
+                CENTRE,
+                GROUPS,
+                HAS_ZERO,
+                BLOCK_M,
+                X_WIDE,
+                ORDER,
+                LOP3,
+                EVEN,
+            )
+            pending = pending[1:]
+    for step in tl.static_range(DEPTH):
+        acc = _add_tile(
+            acc,
+            pending[step],
+            x,
+            x_mask,
+            final + step * SLICES,
+            last,
+            SLICES,
+            ROWS16,
+            CHUNKS,
+            WIDE,
+            BITS,
+            CENTRE,
+            GROUPS,
+            HAS_ZERO,
+            BLOCK_M,
+            X_WIDE,
+            ORDER,
+            LOP3,
+            EVEN,
+        )
 
     total = tl.reshape(acc, (BLOCK_N, BLOCK_M)) if SLICES == 1 else tl.sum(acc, axis=0)
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    tokens = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     _finish(
         total,
         rows,
@@ -908,26 +1076,32 @@ def decode(
     split_k: int,
     slices: int,
     num_warps: int,
-    prefetch: bool,
+    depth: int,
     x_wide: bool,
     dependent: bool,
+    routes: Tensor | None = None,
 ) -> None:
     """Fill out [M, N] with x [M, K] @ Wᵀ + bias by decode_kernel; any M, meant for M <= 32.
 
     block_m: a power of two, at least 8.  block_n: rows a program owns, 16 to ROW_BLOCK, a power of two.
-    slices: powers of two, at least num_warps; tiles along K that a program takes at once.
+    slices: powers of two, at least num_warps; tiles along K that a program takes at once, in a step.
+    depth: steps that weights are loaded ahead.
+    routes: of route(), for the weights of all experts stacked, and x [M or M / experts per token, K].
     dependent: programmatic dependent launch, CUDA from sm_90 on.
     """
     layout = weight.layout
     target = _target(x.device)
     block_m = max(block_m, least_tokens(target))
     x = padded_x(x, layout.padded_k)
-    m = x.shape[0]
+    m = out.shape[0]
     slices = min(slices, _power_of_two(layout.tiles))
     steps = -(-layout.tiles // (slices * split_k))
+    depth = min(depth, steps)
+    if depth:
+        steps = -(-steps // depth) * depth
     split_k = -(-layout.tiles // (slices * steps))
     blocks_n = -(-layout.out_features // block_n)
-    blocks_m = -(-m // block_m)
+    blocks_m = -(-m // block_m) if routes is None else (routes.numel() - m) // 4
     partial, semaphore = workspace(out, split_k, blocks_n * blocks_m, split_k * out.numel())
     launch(
         decode_kernel,
@@ -940,30 +1114,58 @@ def decode(
         out,
         partial,
         semaphore,
+        out if routes is None else routes,
         m,
         layout.out_features,
         layout.padded_n,
         layout.tiles,
         steps * slices,
+        m // x.shape[0],
         x.stride(0),
         *out.stride(),
         **_grid_constants(weight),
         HAS_BIAS=bias is not None,
         BLOCK_M=block_m,
         ROWS16=block_n // TILE_N,
-        BLOCK_K=min(TILE_K, weight.group_size) if weight.group_size != layout.in_features else TILE_K,
+        GROUPS=1 if weight.scale.shape[-2] == 1 else max(1, TILE_K // weight.group_size),
         SLICES=slices,
         SPLIT_K=split_k,
-        ONE_STEP=steps == 1,
+        DEPTH=depth,
+        ONE_ROUND=steps == depth,
         EVEN=layout.tiles == steps * slices * split_k,
-        PREFETCH=prefetch,
         X_WIDE=x_wide,
         KWIDTH=operand_width(target),
         LOP3=target[0] == "cuda",
+        EXPERTS=routes is not None,
         DEPENDENT=dependent,
         num_warps=min(num_warps, slices),
         **({"launch_pdl": True} if dependent else {}),
     )
+
+
+def route(index: Tensor, experts: int) -> Tensor:
+    """Which tiles of tokens a product with stacked experts has, for decode; nothing waits for a device.
+
+    index: [tokens, experts per token] integer, each below `experts`.
+    Returns int32 [4 · slots + pairs], see route_kernel.
+    """
+    pairs = index.numel()
+    slots = expert_slots(pairs, experts)
+    routes = torch.empty(4 * slots + pairs, dtype=torch.int32, device=index.device)
+    launch(
+        route_kernel,
+        (1,),
+        index.contiguous(),
+        routes,
+        pairs,
+        slots,
+        BY_RANK=slots == pairs,
+        BLOCK_M=EXPERT_TOKENS,
+        BLOCK=min(128, max(16, _power_of_two(pairs))),
+        DEPENDENT=False,
+        num_warps=4,
+    )
+    return routes
 
 
 def gemm(
@@ -1067,7 +1269,7 @@ def _grid_constants(weight: FragmentWeight) -> dict[str, object]:
     return {
         "BITS": weight.layout.field,
         "CENTRE": 1 << (weight.bits - 1),
-        "GROUP_SIZE": 0 if weight.scale.shape[0] == 1 else weight.group_size,
+        "GROUP_SIZE": 0 if weight.scale.shape[-2] == 1 else weight.group_size,
         "HAS_ZERO": weight.zero_point is not None,
     }
 
@@ -1183,18 +1385,19 @@ def _compile_probe(target: tuple[str, int | str, int], tokens: int) -> Any:
         "HAS_BIAS": False,
         "BLOCK_M": tokens,
         "ROWS16": 1,
-        "BLOCK_K": TILE_K,
+        "GROUPS": 1,
         "SLICES": 1,
         "SPLIT_K": 1,
-        "ONE_STEP": True,
+        "DEPTH": 1,
+        "ONE_ROUND": True,
         "EVEN": True,
-        "PREFETCH": False,
         "X_WIDE": False,
         "KWIDTH": 2,
         "LOP3": target[0] == "cuda",
+        "EXPERTS": False,
         "DEPENDENT": False,
     }
-    pointers = {"words_ptr": "*i32", "partial_ptr": "*fp32", "semaphore_ptr": "*i32"}
+    pointers = {"words_ptr": "*i32", "partial_ptr": "*fp32", "semaphore_ptr": "*i32", "routes_ptr": "*i32"}
     signature = {name: pointers.get(name, "*fp16") if name.endswith("_ptr") else "i32" for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
     by_index = {(names.index(name),): value for name, value in constants.items()}

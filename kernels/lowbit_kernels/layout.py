@@ -229,3 +229,12 @@ def unfragment_words(words: Tensor, layout: FragmentLayout) -> Tensor:
                 fields[:, half, :, :, run, :, odd] = code.to(torch.uint8)
     codes = fields.view(layout.padded_n, layout.padded_k)
     return codes[: layout.out_features, : layout.in_features].contiguous()
+
+
+# Tokens of one expert that a tile of a product with stacked experts has at most.
+EXPERT_TOKENS = 8
+
+
+def expert_slots(pairs: int, experts: int) -> int:
+    """Places for tiles that are enough however `pairs` tokens fall on experts; some stay empty."""
+    return min(pairs, pairs // EXPERT_TOKENS + experts)

@@ -30,9 +30,9 @@ class Problem:
 class KernelConfig:
     """How one variant is launched: its tile, the split of K and the compiler's two knobs.
 
-    The rest is read by the variants of fragment order: slices of K within a program, weights loaded a step
-    ahead, x loaded by whole sectors, scales on the weights instead of the product, x by TMA descriptor,
-    programmatic dependent launch, and a warp of its own that fetches.
+    The rest is read by the variants of fragment order: slices of K within a program, steps that weights are
+    loaded ahead, x loaded by whole sectors, scales on the weights instead of the product, x by TMA
+    descriptor, programmatic dependent launch, and a warp of its own that fetches.
     """
 
     variant: str
@@ -43,7 +43,7 @@ class KernelConfig:
     num_warps: int = 4
     num_stages: int = 3
     slices: int = 1
-    prefetch: bool = False
+    depth: int = 0
     x_wide: bool = False
     scale_weights: bool = False
     descriptor: bool = False

@@ -47,7 +47,7 @@ class Case:
         zero = "sym" if self.zero is None else str(self.zero).removeprefix("torch.")
         c = self.config
         how = f"{c.variant}{c.block_m}x{c.block_n}x{c.block_k}-split{c.split_k}-slices{c.slices}"
-        how += "".join(f"-{name}" for name in ("prefetch", "x_wide", "scale_weights") if getattr(c, name))
+        how += "".join(f"-{name}" for name in ("depth", "x_wide", "scale_weights") if getattr(c, name))
         return f"{self.bits}b-{self.m}x{self.n}x{self.k}-g{self.group_size}-{zero}-{how}"
 
 
@@ -69,13 +69,21 @@ CASES = [
     *(Case(2, 20, 640, 128, decode(split_k=3), bits, torch.float16, True) for bits in (3, 4)),
     Case(2, 20, 128, 64, decode(block_k=64), 4, torch.float32),
     # one group a row, rows that end within a tile
-    *(Case(2, 9, 200, 200, decode(slices=2, prefetch=True), bits) for bits in (2, 3, 4, 8)),
+    *(Case(2, 9, 200, 200, decode(slices=2, depth=1), bits) for bits in (2, 3, 4, 8)),
     Case(1, 1, 33, 33, decode(), 4, torch.uint8),
     # all of K in one step; more slices than tiles; weights a step ahead, with and without a last partial step
     Case(1, 40, 1024, 128, decode(block_n=16, slices=8)),
     Case(1, 40, 256, 128, decode(block_n=16, slices=16)),
-    Case(4, 40, 1024, 256, decode(slices=2, prefetch=True), 4, torch.uint8),
-    Case(4, 40, 640, 128, decode(slices=2, prefetch=True)),
+    Case(4, 40, 1024, 256, decode(slices=2, depth=1), 4, torch.uint8),
+    Case(4, 40, 640, 128, decode(slices=2, depth=1)),
+    # two steps ahead: whole rounds, a last round past the end, all in one round of two tiles a warp
+    Case(3, 40, 1024, 128, decode(slices=2, depth=2)),
+    Case(3, 40, 896, 128, decode(slices=2, depth=2, split_k=2), 4, torch.uint8),
+    Case(3, 40, 1024, 128, decode(slices=4, depth=2, num_warps=2)),
+    # several groups a tile, ahead, by sectors, and for 16 tokens
+    Case(3, 40, 512, 32, decode(block_k=32, slices=2, depth=1, x_wide=True), 4, torch.float16),
+    Case(3, 40, 256, 64, decode(block_k=64, slices=2, depth=1), 2),
+    Case(13, 40, 256, 32, decode(block_m=16, block_k=32, slices=2, x_wide=True), 8, torch.uint8),
     # x by sectors, 16 tokens, and more tokens than one tile
     Case(8, 40, 512, 128, decode(slices=2, x_wide=True), 4, torch.uint8),
     Case(7, 33, 160, 32, decode(block_k=32, x_wide=True)),

@@ -15,7 +15,7 @@ from lowbit_kernels import fragment
 
 pytestmark = pytest.mark.usefixtures("fresh_cache")
 
-POINTERS = {"words_ptr": "*i32", "partial_ptr": "*fp32", "semaphore_ptr": "*i32"}
+POINTERS = {"words_ptr": "*i32", "partial_ptr": "*fp32", "semaphore_ptr": "*i32", "routes_ptr": "*i32"}
 
 
 def arguments(kernel: Any, act: str, constexprs: dict[str, Any], zero: str | None = None) -> dict[str, str]:
@@ -35,15 +35,16 @@ def compile_decode(target: str, act: str = "fp16", zero: str | None = None, warp
         "HAS_BIAS": False,
         "BLOCK_M": 8,
         "ROWS16": 2,
-        "BLOCK_K": 128,
+        "GROUPS": 1,
         "SLICES": warps,
         "SPLIT_K": 4,
-        "ONE_STEP": False,
+        "DEPTH": 0,
+        "ONE_ROUND": False,
         "EVEN": True,
-        "PREFETCH": False,
         "X_WIDE": False,
         "KWIDTH": fragment.operand_width(_target(target)),
         "LOP3": target.startswith("sm_"),
+        "EXPERTS": False,
         "DEPENDENT": False,
     } | changes
     constexprs["BLOCK_M"] = max(constexprs["BLOCK_M"], fragment.least_tokens(_target(target)))
@@ -85,9 +86,17 @@ def _target(name: str) -> tuple[str, int | str, int]:
 DECODE = {
     "4 bits": {},
     "4 bits, 16 tokens, x by sectors": {"BLOCK_M": 16, "X_WIDE": True, "warps": 4},
-    "4 bits bf16, zero, a step ahead": {"act": "bf16", "zero": "u8", "PREFETCH": True, "EVEN": False},
-    "8 bits bf16, one step": {"act": "bf16", "BITS": 8, "CENTRE": 128, "ONE_STEP": True, "warps": 2},
-    "2 bits, groups of 32": {"BITS": 2, "CENTRE": 2, "GROUP_SIZE": 32, "BLOCK_K": 32, "zero": "fp16"},
+    "4 bits bf16, zero, a step ahead": {"act": "bf16", "zero": "u8", "DEPTH": 1, "EVEN": False},
+    "8 bits bf16, one step": {
+        "act": "bf16",
+        "BITS": 8,
+        "CENTRE": 128,
+        "DEPTH": 1,
+        "ONE_ROUND": True,
+        "warps": 2,
+    },
+    "2 bits, groups of 32": {"BITS": 2, "CENTRE": 2, "GROUP_SIZE": 32, "GROUPS": 4, "zero": "fp16"},
+    "4 bits, experts": {"EXPERTS": True, "DEPTH": 2},
 }
 GEMM = {
     "4 bits": {},
@@ -129,18 +138,27 @@ def test_repack_and_dequantize_compile(target):
     compile_kernel(fragment.dequantize_kernel, types, constexprs, target, num_warps=4)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_route_compiles(target):
+    constexprs = {"BY_RANK": False, "BLOCK_M": 8, "BLOCK": 128, "DEPENDENT": target == "sm_90"}
+    types = {"index_ptr": "*i64", "routes_ptr": "*i32", "pairs": "i32", "slots": "i32"}
+    compile_kernel(fragment.route_kernel, types, constexprs, target, num_warps=4)
+
+
 # What moves data between lanes, waits for other warps, or spills.
 MOVES = ("SHFL", "STS", "STSM", "LDS", "LDSM", "BAR", "STL", "LDL", "MOVM")
 
 LOOPS = {
     "two fragments of rows": {},
     "four": {"ROWS16": 4},
-    "a step ahead": {"ROWS16": 4, "PREFETCH": True},
+    "a step ahead": {"ROWS16": 4, "DEPTH": 1},
     "four warps share a tile": {"ROWS16": 1, "warps": 4},
     "zero-points": {"zero": "u8"},
     "bf16": {"act": "bf16"},
     "16 tokens": {"BLOCK_M": 16},
-    "groups of 64": {"GROUP_SIZE": 64, "BLOCK_K": 64},
+    "groups of 64": {"GROUP_SIZE": 64, "GROUPS": 2},
+    "groups of 32": {"GROUP_SIZE": 32, "GROUPS": 4},
+    "two steps ahead": {"ROWS16": 1, "DEPTH": 2},
     "8 bits": {"BITS": 8, "CENTRE": 128},
     "2 bits": {"BITS": 2, "CENTRE": 2},
 }
