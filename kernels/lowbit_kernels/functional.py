@@ -14,12 +14,14 @@ which the Kernel Hub changes, so that two copies may live in one process.
 import torch
 from torch import Tensor
 
-from . import dispatch
+from . import dispatch, fragment
 from .dispatch import GemmWeight
-from .fragment import FragmentWeight
+from .fragment import FragmentWeight, expert_slots
 from .layout import FragmentLayout, pack_words, unfragment_words
 from .packing import quantize_pack
-from .reference import matmul_reference, quantize_groups
+from .reference import matmul_reference, quantize_groups, route_reference
+
+_NAMESPACE = __name__.partition(".")[0]
 
 
 def quantize_weight_int4_grouped(weight: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,7 +70,7 @@ def restore(weight: FragmentWeight) -> GemmWeight:
     return GemmWeight(words, scale, zero_point, weight.bits, weight.group_size, weight.in_features)
 
 
-@torch.library.custom_op(f"{__name__.partition('.')[0]}::linear", mutates_args=())
+@torch.library.custom_op(f"{_NAMESPACE}::linear", mutates_args=())
 def linear(
     x: Tensor,
     words: Tensor,
@@ -107,6 +109,69 @@ def _(
     return x.new_empty((*x.shape[:-1], out_features))
 
 
+@torch.library.custom_op(f"{_NAMESPACE}::route", mutates_args=())
+def route(index: Tensor, experts: int) -> Tensor:
+    """Return which tokens each expert gets, for expert_linear; nothing waits for a GPU.
+
+    index: [T, experts per token] integer, the experts of every token, all below `experts`.
+    Returns int32, as fragment.route_kernel says.
+    """
+    return fragment.route(index, experts) if index.is_cuda else route_reference(index, experts)
+
+
+@route.register_fake
+def _(index: Tensor, experts: int) -> Tensor:
+    return index.new_empty(4 * expert_slots(index.numel(), experts) + index.numel(), dtype=torch.int32)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::expert_linear", mutates_args=())
+def expert_linear(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    routes: Tensor,
+    bits: int,
+    group_size: int,
+    out_features: int,
+    pairs: int,
+) -> Tensor:
+    """Return x @ dequantized.T by the expert of every (token, place) pair: one launch on a GPU.
+
+    x: [T, K], row i for all pairs of token i, or [pairs, K].  words, scale, zero_point: as in linear, of all
+    experts, stacked; in fragment order on a GPU.  routes: from route().
+    Returns [pairs, N] in x's dtype, pairs in the order of the index that route() had.
+    """
+    if x.is_cuda:
+        weight = as_weight(words, scale, zero_point, bits, group_size, x.shape[-1], out_features)
+        assert isinstance(weight, FragmentWeight)
+        return dispatch.expert_matmul(x, weight, routes, pairs)
+    y = x.new_empty(pairs, out_features)
+    tiles, order = routes[:-pairs].view(-1, 4).tolist(), routes[-pairs:].long()
+    for expert, first, count, _ in tiles:
+        if count:
+            rows = order[first : first + count]
+            zero = None if zero_point is None else zero_point[expert]
+            given = x[rows // (pairs // x.shape[0])]
+            y[rows] = linear(given, words[expert], scale[expert], zero, None, bits, group_size, out_features)
+    return y
+
+
+@expert_linear.register_fake
+def _(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    routes: Tensor,
+    bits: int,
+    group_size: int,
+    out_features: int,
+    pairs: int,
+) -> Tensor:
+    return x.new_empty((pairs, out_features))
+
+
 def as_weight(
     words: Tensor,
     scale: Tensor,
@@ -116,8 +181,8 @@ def as_weight(
     in_features: int,
     out_features: int,
 ) -> GemmWeight | FragmentWeight:
-    """The weight that linear's arguments describe."""
-    if words.dim() == 4:
+    """The weight that linear's arguments describe, or expert_linear's in fragment order."""
+    if words.dim() >= 4:
         layout = FragmentLayout(bits, out_features, in_features)
         return FragmentWeight(layout, words, scale, zero_point, group_size)
     return GemmWeight(words, scale, zero_point, bits, group_size, in_features)

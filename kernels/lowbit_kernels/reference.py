@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .layout import row_chunks, unpack_words
+from .layout import EXPERT_TOKENS, expert_slots, row_chunks, unpack_words
 
 # Scales below this count as zero. Above it, weights that are subnormal in fp32 (which some hardware flushes
 # to zero) are under 2^-6 of a step and round to 0 either way.
@@ -141,3 +141,18 @@ def matmul_reference(
 
 def _steps(count: int, like: Tensor) -> Tensor:
     return torch.full((1,), float(count), device=like.device)
+
+
+def route_reference(index: Tensor, experts: int) -> Tensor:
+    """What fragment.route_kernel writes, from a stable sort."""
+    flat = index.flatten()
+    pairs, slots = flat.numel(), expert_slots(flat.numel(), experts)
+    tiles = torch.zeros(slots, 4, dtype=torch.int32)
+    first = 0
+    for expert, count in enumerate(torch.bincount(flat, minlength=experts).tolist()):
+        for at in range(0, count, EXPERT_TOKENS):
+            slot = first + at if slots == pairs else first // EXPERT_TOKENS + expert + at // EXPERT_TOKENS
+            how_many = min(EXPERT_TOKENS, count - at)
+            tiles[slot] = torch.tensor([expert, first + at, how_many, 0], dtype=torch.int32)
+        first += count
+    return torch.cat((tiles.flatten(), flat.argsort(stable=True).int()))

@@ -15,6 +15,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from lowbit.skeleton import load as load_tensors
 from lowbit.validate import gemm_weight
 from lowbit_kernels.dispatch import GemmWeight, concatenate, install, prepare
 from lowbit_kernels.fragment import FragmentWeight
-from lowbit_kernels.functional import as_weight, linear, quantize, restore
+from lowbit_kernels.functional import as_weight, expert_linear, linear, quantize, restore, route
 from lowbit_kernels.tables import read_table
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class QuantLinear(nn.Module):
         # what .to and .cuda go through
         super()._apply(fn, recurse)
         self._arrange()
+        _settle(self.words)
         return self
 
     def extra_repr(self) -> str:
@@ -147,6 +149,33 @@ class LinearRows(nn.Module):
         return f"rows {self.start} to {self.stop} of {self._shared[0].linear.out_features}"
 
 
+def _settle(words: Tensor) -> None:
+    """Wait for a weight to be written: products may read it before the kernels ahead of them have ended."""
+    if words.is_cuda:
+        torch.cuda.current_stream(words.device).synchronize()
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The same linear of every expert: words, scale and zero_point of QuantLinear with experts first."""
+
+    words: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    bits: int
+    group_size: int
+    out_features: int
+
+    def __call__(self, x: Tensor, routes: Tensor, pairs: int) -> Tensor:
+        """x: [pairs, K], or [T, K] for all pairs of T tokens.  Returns [pairs, N], see expert_linear."""
+        grid = self.bits, self.group_size, self.out_features
+        return expert_linear(x, self.words, self.scale, self.zero_point, routes, *grid, pairs)
+
+
+# (token, expert) pairs up to which one launch for all experts is the faster way.
+ROUTED_PAIRS = 512
+
+
 class QuantExperts(nn.Module):
     """The experts of one layer as transformers calls them: two products around a gated activation, for the
     tokens that the router sent to each expert."""
@@ -157,9 +186,21 @@ class QuantExperts(nn.Module):
         super().__init__()
         self.gate_up, self.down = nn.ModuleList(gate_up), nn.ModuleList(down)
         self.act_fn = act_fn
+        self._stack()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states: [T, H].  top_k_index, top_k_weights: [T, experts per token].  Returns [T, H]."""
+        """hidden_states: [T, H].  top_k_index, top_k_weights: [T, experts per token].  Returns [T, H].
+
+        Few tokens take one launch for a product of all experts, so that CUDA graphs and torch.compile capture
+        it; many tokens, and experts that differ in scheme, go expert by expert.
+        """
+        pairs = top_k_index.numel()
+        if self.stacks is not None and 0 < pairs <= ROUTED_PAIRS and hidden_states.element_size() == 2:
+            gate_up, down = self.stacks
+            routes = route(top_k_index, len(self.down))
+            gate, up = gate_up(hidden_states, routes, pairs).chunk(2, dim=-1)
+            y = down(self.act_fn(gate) * up, routes, pairs).view(*top_k_index.shape, -1)
+            return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
         out = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             token, place = torch.where(top_k_index == expert)
@@ -167,6 +208,36 @@ class QuantExperts(nn.Module):
             y = self.down[expert](self.act_fn(gate) * up) * top_k_weights[token, place, None]
             out.index_add_(0, token, y.to(out.dtype))
         return out
+
+    def _stack(self) -> None:
+        gate_up, down = _stacked(self.gate_up), _stacked(self.down)
+        self.stacks = None if gate_up is None or down is None else (gate_up, down)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantExperts:
+        # what .to and .cuda go through
+        super()._apply(fn, recurse)
+        self._stack()
+        return self
+
+
+def _stacked(linears: Iterable[nn.Module]) -> Stack | None:
+    """Put the weights of all experts in one tensor each, which the linears then share; None if they differ.
+
+    None as well where a GPU keeps words in stored order, which the product of all experts does not read.
+    """
+    layers = [layer for layer in linears if isinstance(layer, QuantLinear)]
+    first = layers[0]
+    kinds = {(layer.bits, layer.group_size, layer.zero_point is None, layer.words.shape) for layer in layers}
+    if len(kinds) > 1 or (first.words.is_cuda and first.words.dim() == 2):
+        return None
+    stacks: dict[str, Any] = {}
+    for name in ("words", "scale", "zero_point"):
+        parts = [getattr(layer, name) for layer in layers]
+        stacks[name] = None if parts[0] is None else torch.stack(parts)
+        for expert, layer in enumerate(layers):
+            setattr(layer, name, None if parts[0] is None else stacks[name][expert])
+    _settle(stacks["words"])
+    return Stack(**stacks, bits=first.bits, group_size=first.group_size, out_features=first.out_features)
 
 
 def load(
