@@ -12,6 +12,8 @@ draws its experts anew, so that their weights come from memory, not from L2. Col
     grouped      16-bit torch.nn.functional.grouped_mm over sorted tokens, in a CUDA graph
     floor        reading the packed weights of the experts drawn, on average over the calls
 
+--compile only fills Triton's cache.
+
 Before it is timed, every column is compared with float64 products of the same dequantized weights; the
 activation between them is rounded to bf16 by all.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
@@ -157,7 +160,7 @@ def draw(model: Model, tokens: int, seed: int) -> Batch:
     return Batch(x, index, (weights / weights.sum(-1, keepdim=True)).bfloat16())
 
 
-def eager(call: Callable[[int], Tensor], seconds: float = 0.3) -> float:
+def eager(call: Callable[[int], Tensor], seconds: float = 0.15) -> float:
     """Median microseconds of a call from the host's start until the device is done."""
     call(0)
     times: list[float] = []
@@ -171,11 +174,25 @@ def eager(call: Callable[[int], Tensor], seconds: float = 0.3) -> float:
     return statistics.median(times) * 1e6
 
 
-def rows_of(model: Model) -> list[dict[str, object]]:
+def make(model: Model) -> Layer:
     gate_up, dense_gate_up = stacked(2 * model.inner, model.hidden, model.experts)
     down, dense_down = stacked(model.hidden, model.inner, model.experts)
-    layer = Layer(gate_up, down, dense_gate_up, dense_down)
-    expert_bytes = (gate_up.nbytes + down.nbytes) / model.experts
+    return Layer(gate_up, down, dense_gate_up, dense_down)
+
+
+def compile_for(model: Model, tokens: int) -> None:
+    """Launch what rows_of launches for so many tokens."""
+    layer = make(model)
+    for seed in range(CALLS):
+        batch = draw(model, tokens, seed)
+        routed(layer, batch)
+        looped(layer, batch, packed_linear)
+    torch.cuda.synchronize()
+
+
+def rows_of(model: Model) -> list[dict[str, object]]:
+    layer = make(model)
+    expert_bytes = (layer.gate_up.nbytes + layer.down.nbytes) / model.experts
     rows: list[dict[str, object]] = []
     for tokens in TOKENS:
         batches = [draw(model, tokens, seed) for seed in range(CALLS)]
@@ -206,7 +223,13 @@ def rows_of(model: Model) -> list[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
+    parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
+    if arguments.compile:
+        jobs = [(model, tokens) for model in MODELS for tokens in TOKENS]
+        with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:
+            pool.starmap(compile_for, jobs, chunksize=1)
+        return
     rows = [row for model in MODELS for row in rows_of(model)]
     header = {**stamp(), "triton": triton.__version__}
     lines = ",\n  ".join(json.dumps(row) for row in rows)
