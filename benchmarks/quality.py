@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
+import shutil
 import time
 import zlib
 from collections.abc import Iterator
@@ -25,12 +27,14 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lowbit.blocks import Following, open_engine
 from lowbit.checkpoint.source import Source, open_source
 from lowbit.hessian import LayerStats
-from lowbit.plan import LayerPlan, make_plan
+from lowbit.plan import LayerPlan, Plan, make_plan
 from lowbit.recipe import Recipe
 from lowbit.scheme import QuantizedTensor
 from lowbit.solvers import SOLVERS, gptq, hqq
@@ -45,6 +49,9 @@ class Variant:
     options: Any = None
     following: Following = field(default_factory=lambda: Following(target=False, residual=False))
 
+
+# what is quantized: all linears of the decoder
+RTN = Recipe(method="rtn", group=64)
 
 FULL = gptq.Options()
 VARIANTS = {
@@ -89,6 +96,19 @@ def off_the_lattice(source: Source, layers: tuple[LayerPlan, ...]) -> Source:
     noised = object.__new__(type(source))
     noised.__dict__.update(source.__dict__, read=read)
     return noised
+
+
+def prepare(folder: Path, source: Source, calibration: Tensor) -> None:
+    """Write the model and the calibration rows for quality_rivals.py."""
+    model = folder / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    for path in source.side_files:
+        shutil.copy(path, model)
+    (model / "config.json").write_text(json.dumps(source.config))
+    save_file(
+        {name: source.read(name) for name in source.tensors}, model / "model.safetensors", {"format": "pt"}
+    )
+    save_file({"rows": calibration}, folder / "tokens.safetensors")
 
 
 def quantize_all(
@@ -155,6 +175,61 @@ def perplexity(rows: Tensor, reference: list[Tensor]) -> float:
     return torch.cat(surprise).double().mean().exp().item()
 
 
+@dataclass(frozen=True)
+class Evaluator:
+    """The model with the source's weights, and what it says of the texts.
+
+    rows: [R, T] tokens of each text.  reference: log-probabilities of each row.  dtype: of the source.
+    """
+
+    source: Source
+    model: Any
+    rows: dict[str, Tensor]
+    reference: dict[str, list[Tensor]]
+    dtype: torch.dtype
+
+    def compare(self, weights: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+        """What the texts say of the model with these parameters, rounded to the source's dtype."""
+        load(self.model, weights, self.dtype)
+        found = {name: compare(self.model, self.rows[name], self.reference[name]) for name in self.rows}
+        load(self.model, {name: self.source.read(name) for name in weights}, self.dtype)
+        return found
+
+
+def load(model: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+    for name, weight in weights.items():
+        model.get_parameter(name).data.copy_(weight.to(dtype))
+
+
+def make_evaluator(
+    source: Source, rows: dict[str, Tensor], device: torch.device, *, noised: bool
+) -> Evaluator:
+    model = (
+        transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32).to(device).eval()
+    )
+    dtype = source.read(next(iter(source.tensors))).dtype
+    if noised:
+        names = [layer.source for layer in make_plan(source, RTN).layers]
+        load(model, {name: source.read(name) for name in names}, dtype)
+    reference = {name: log_probabilities(model, tokens) for name, tokens in rows.items()}
+    return Evaluator(source, model, rows, reference, dtype)
+
+
+def read_rival(path: Path, calibration: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What quality_rivals.py says of a run, and the weights that it wrote."""
+    with safe_open(path, "pt") as file:
+        info = json.loads(file.metadata()["info"])
+    assert info["tokens"] == zlib.crc32(calibration.numpy().tobytes()), f"{path}: calibrated on other tokens"
+    return info, load_file(path)
+
+
+def make_grid(source: Source, grid: str) -> Plan:
+    """The plan for bits:group:sym|asym; the format holds all of them."""
+    bits, group, kind = grid.split(":")
+    keys = {"bits": int(bits), "group": int(group), "sym": kind == "sym", "format": "gptq-v2"}
+    return make_plan(source, RTN.model_copy(update=keys))
+
+
 def markdown(report: dict[str, Any]) -> str:
     """The report as one table per grid."""
     texts = list(report["texts"])
@@ -188,6 +263,8 @@ def main() -> None:
         help=", ".join(VARIANTS) + "; with options as full:rounds=1",
     )
     parser.add_argument("--delattice", action="store_true")
+    parser.add_argument("--prepare", type=Path, help="only write what quality_rivals.py needs to this folder")
+    parser.add_argument("--weights", type=Path, nargs="*", default=[], help="what quality_rivals.py wrote")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--rows", type=int, default=12)
@@ -198,64 +275,71 @@ def main() -> None:
     source = open_source(args.model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source.path)
     calibration = token_rows(tokenizer, args.calib, args.samples, args.length)
+    if args.delattice:
+        source = off_the_lattice(source, make_plan(source, RTN).layers)
+    if args.prepare:
+        prepare(args.prepare, source, calibration)
+        return
     texts = {"eval": args.eval} | ({"second": args.second} if args.second else {})
     rows = {
         name: token_rows(tokenizer, path, args.rows, args.length).to(device) for name, path in texts.items()
     }
-    if args.delattice:
-        source = off_the_lattice(source, make_plan(source, Recipe(method="rtn", group=64)).layers)
-
-    model = (
-        transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32).to(device).eval()
-    )
-    parameters = dict(model.named_parameters())
-    dtype = source.read(next(iter(source.tensors))).dtype
-
-    def load(name: str, weight: Tensor) -> None:
-        parameters[name].data.copy_(weight.to(dtype))
-
-    if args.delattice:
-        for layer in make_plan(source, Recipe(method="rtn", group=64)).layers:
-            load(layer.source, source.read(layer.source))
-    reference = {name: log_probabilities(model, tokens) for name, tokens in rows.items()}
+    evaluator = make_evaluator(source, rows, device, noised=args.delattice)
+    variants = {name: make_variant(name) for name in args.variants.split(",") if name}
     report: dict[str, Any] = {
         "model": source.path.name + (", off the 4-bit lattice" if args.delattice else ""),
         "note": f"Calibrated on {args.samples} rows of {args.length} tokens, evaluated on {args.rows}.",
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "texts": {
-            name: {"file": path.name, "source_perplexity": perplexity(rows[name], reference[name])}
+            name: {"file": path.name, "source_perplexity": perplexity(rows[name], evaluator.reference[name])}
             for name, path in texts.items()
         },
-        "variants": {name: asdict(make_variant(name)) for name in args.variants.split(",")},
+        "variants": {name: asdict(variant) for name, variant in variants.items()},
         "rows": [],
     }
     print(json.dumps(report["texts"]), flush=True)
-    for grid in args.grids.split(","):
+
+    def keep(grid: str, variant: str, weights: dict[str, Tensor], info: dict[str, Any]) -> None:
         bits, group, kind = grid.split(":")
-        recipe = Recipe(method="rtn", bits=int(bits), group=int(group), sym=kind == "sym", format="gptq-v2")
-        plan = make_plan(source, recipe)
-        for name in args.variants.split(","):
-            if SOLVERS[make_variant(name).method].accepts(plan.layers[0].scheme):
+        row = {
+            "grid": f"int{bits} {kind} group {group}",
+            "variant": variant,
+            "bits_per_weight": make_grid(source, grid).bits_per_weight,
+        }
+        report["rows"].append(row | info | evaluator.compare(weights))
+        print(json.dumps(report["rows"][-1]), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
+            args.json.with_suffix(".md").write_text(markdown(report))
+
+    for path in args.weights:
+        info, weights = read_rival(path, calibration)
+        keep(info.pop("grid"), info.pop("rival"), weights, info)
+    for grid in args.grids.split(","):
+        plan = make_grid(source, grid)
+        for name, variant in variants.items():
+            if SOLVERS[variant.method].accepts(plan.layers[0].scheme):
                 continue
-            started = time.perf_counter()
-            weights = list(quantize_all(source, plan.layers, make_variant(name), calibration, device))
-            seconds = time.perf_counter() - started
-            for layer, weight in weights:
-                load(layer.source, weight)
-            row = {
-                "grid": f"int{bits} {kind} group {group}",
-                "variant": name,
-                "bits_per_weight": plan.bits_per_weight,
-                "seconds": seconds,
+            started, cpu_started = time.perf_counter(), time.process_time()
+            weights = {
+                layer.source: weight
+                for layer, weight in quantize_all(source, plan.layers, variant, calibration, device)
             }
-            report["rows"].append(row | {t: compare(model, rows[t], reference[t]) for t in rows})
-            for layer, _ in weights:
-                load(layer.source, source.read(layer.source))
-            print(json.dumps(report["rows"][-1]), flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
-                args.json.with_suffix(".md").write_text(markdown(report))
+            spent = {
+                "seconds": round(time.perf_counter() - started, 1),
+                "cpu_seconds": round(time.process_time() - cpu_started, 1),
+            }
+            keep(grid, name, weights, spent)
+
+
+def processor() -> str:
+    """The CPU's name, which platform does not always know."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return f"{names[0]}, {len(names)} threads" if names else platform.processor()
 
 
 if __name__ == "__main__":

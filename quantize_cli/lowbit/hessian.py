@@ -117,6 +117,17 @@ def add_tokens(
     return replace(moments, tokens=moments.tokens + rows.shape[0])
 
 
+def _mirror(total: Tensor) -> None:
+    """Copy what lies above the diagonal of total [K, K] below it, in place: K may be 14336 and more, so that
+    a copy is a gigabyte."""
+    width = _PANEL["cpu"]
+    for first in range(0, len(total), width):
+        panel = slice(first, first + width)
+        square = total[panel, panel]
+        square.copy_(torch.triu(square) + torch.triu(square, 1).T)
+        total[first + width :, panel] = total[panel, first + width :].T
+
+
 @torch.no_grad()
 def finish(moments: Moments, weight: Tensor | None = None, *, use_gap: bool = True) -> LayerStats:
     """Return the statistics of one layer; moments stay usable for the other layers that read the same input.
@@ -128,8 +139,8 @@ def finish(moments: Moments, weight: Tensor | None = None, *, use_gap: bool = Tr
     if moments.tokens == 0:
         raise CalibrationError("no calibration token reached this layer")
     scale = 2.0 / moments.tokens
-    upper = torch.triu(moments.hessian)
-    hessian = (upper + torch.triu(upper, 1).T).mul_(scale)
+    _mirror(moments.hessian)
+    hessian = moments.hessian * scale
     cross = None
     if moments.shift is not None:
         assert weight is not None, "the target of a layer needs its weight"
@@ -169,10 +180,13 @@ def dead_columns(hessian: Tensor) -> Tensor:
     return hessian.diagonal() <= 0
 
 
-def _upper_root(hessian: Tensor) -> Tensor | None:
-    """R upper triangular with R Rᵀ = hessian, None if it is not positive definite."""
+def _upper_root(hessian: Tensor, ridge: float, dtype: torch.dtype) -> Tensor | None:
+    """R upper triangular with R Rᵀ = hessian + ridge I, None if it is not positive definite in dtype."""
     # Cholesky of the matrix read backwards: J H J = L Lᵀ gives R = J L J, without inverting H
-    lower, info = torch.linalg.cholesky_ex(hessian.flip(0, 1))
+    backwards = hessian.flip(0, 1).to(dtype)
+    backwards.diagonal().add_(ridge)
+    lower, info = torch.linalg.cholesky_ex(backwards)
+    del backwards
     # a GPU's Cholesky comes out column by column
     root = lower.flip(0, 1).contiguous()
     good = int(info) == 0 and bool(torch.isfinite(root.diagonal()).all())
@@ -188,9 +202,7 @@ def factor(hessian: Tensor, damping: float) -> Factor:
     mean = hessian.diagonal().double().mean().item()
     for rung in DAMPING_LADDER:
         for dtype in (torch.float32, torch.float64):
-            damped = hessian.to(dtype, copy=True)
-            damped.diagonal().add_(rung * damping * mean)
-            root = _upper_root(damped)
+            root = _upper_root(hessian, rung * damping * mean, dtype)
             if root is not None:
                 return Factor(root.float(), rung * damping, dtype)
     raise CalibrationError(

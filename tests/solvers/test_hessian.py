@@ -87,7 +87,11 @@ def test_ladder_records_what_it_took(monkeypatch):
     with pytest.raises(CalibrationError, match="not positive definite"):
         factor(torch.diag(torch.tensor([1.0, -1.0])), 0.01 / DAMPING_LADDER[-1])
     root = hessian._upper_root
-    monkeypatch.setattr(hessian, "_upper_root", lambda h: root(h) if h.dtype == torch.float64 else None)
+    monkeypatch.setattr(
+        hessian,
+        "_upper_root",
+        lambda h, ridge, dtype: root(h, ridge, dtype) if dtype == torch.float64 else None,
+    )
     assert factor(singular, 0.01).damping == 0.01
     assert factor(singular, 0.01).dtype == torch.float64
 

@@ -135,11 +135,12 @@ def _prepare(stats: LayerStats, options: Options) -> _Shared:
     order = torch.arange(len(dead), device=dead.device)
     if options.act_order:
         order = torch.argsort(stats.hessian.diagonal(), descending=True, stable=True)
-    ordered = hessian[order][:, order]
+    ordered = hessian[order[:, None], order]
     wanted = [options.damping]
     if stats.cross is not None and options.correction and options.correction_damping != options.damping:
         wanted.append(options.correction_damping)
     factors = [factor(ordered, damping) for damping in wanted]
+    del ordered
     notes = []
     if dead.any():
         notes.append(f"{int(dead.sum())} inputs were 0 in all tokens: their weights are 0")
