@@ -49,7 +49,7 @@ class Options:
     """
 
     correction: bool = True
-    correction_damping: float = 0.2
+    correction_damping: float = 1.0
     search: Literal["minmax", "norm", "hessian"] = "hessian"
     damping: float = 0.1
     act_order: bool = True
