@@ -15,9 +15,11 @@ plain-torch reference.
 from __future__ import annotations
 
 import argparse
+import datetime
 import inspect
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -247,6 +249,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor(),
         "versions": {name: metadata.version(name) for name in ("torch", "triton", "transformers")},
         "commit": commit(),
+        "date": datetime.date.today().isoformat(),
         "shape": {key: getattr(given, key) for key in ("hidden", "intermediate", "layers", "vocab")},
         "prompt": PROMPT,
         "steps": given.steps,
@@ -266,6 +269,9 @@ def main() -> None:
 
 
 def commit() -> str | None:
+    """The checkout's commit; None where git does not know one."""
+    if shutil.which("git") is None:
+        return None
     run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return run.stdout.strip() or None
 
