@@ -617,12 +617,13 @@ class Stage:
         self.block, self.layers, self.moments = block, layers, moments
 
     def work(self) -> Iterator[LayerWork]:
-        """The layers with their weights and statistics, one at a time."""
+        """The layers with weights and statistics, one at a time; sums are dropped after their last use."""
         shared: tuple[int | None, Tensor] | None = None
-        for layer in self.layers:
-            expert = self.block.engine.slots[layer.name].expert
+        experts = [self.block.engine.slots[layer.name].expert for layer in self.layers]
+        for i, (layer, expert) in enumerate(zip(self.layers, experts, strict=True)):
             weight = self.block.weight(layer).float()
-            moments = self.moments.get(expert)
+            last = expert not in experts[i + 1 :]
+            moments = self.moments.pop(expert, None) if last else self.moments.get(expert)
             tokens = 0 if moments is None else moments.tokens
             if moments is None or (expert is not None and tokens < EXPERT_FLOOR):
                 reason = f"only {tokens} calibration tokens were routed to it" if tokens else NOT_REACHED
@@ -632,6 +633,7 @@ class Stage:
                 stats = finish(moments, weight)
             except CalibrationError as e:
                 raise CalibrationError(f"{layer.name}: {e}") from None
+            del moments
             if shared is None or shared[0] != expert:
                 shared = expert, stats.hessian
             yield LayerWork(layer, weight, LayerStats(shared[1], stats.tokens, stats.cross))

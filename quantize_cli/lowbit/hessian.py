@@ -185,10 +185,10 @@ def _upper_root(hessian: Tensor, ridge: float, dtype: torch.dtype) -> Tensor | N
     # Cholesky of the matrix read backwards: J H J = L Lᵀ gives R = J L J, without inverting H
     backwards = hessian.flip(0, 1).to(dtype)
     backwards.diagonal().add_(ridge)
-    lower, info = torch.linalg.cholesky_ex(backwards)
+    transposed, info = torch.linalg.cholesky_ex(backwards, upper=True)
     del backwards
-    # a GPU's Cholesky comes out column by column
-    root = lower.flip(0, 1).contiguous()
+    # factors come out column by column: Lᵀ that way is L row by row
+    root = transposed.mT.flip(0, 1)
     good = int(info) == 0 and bool(torch.isfinite(root.diagonal()).all())
     return root if good else None
 
