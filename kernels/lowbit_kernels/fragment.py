@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -1300,6 +1301,16 @@ def _reserve_counters(device: torch.device) -> None:
     if device.index not in _unused_counters:
         _unused_counters[device.index] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
         torch.cuda.current_stream(device).synchronize()
+
+
+@contextmanager
+def lent_counters() -> Iterator[None]:
+    """Graphs captured inside give their counters back at the end; they must not outlive it."""
+    before = dict(_unused_counters)
+    try:
+        yield
+    finally:
+        _unused_counters.update(before)
 
 
 def _take_counters(device: torch.device, count: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .device import jit, launch, tl
-from .fragment import FragmentWeight
+from .fragment import FragmentWeight, lent_counters
 from .layout import FragmentLayout
 
 
@@ -24,15 +24,17 @@ def time_graph(call: Callable[[int], object], copies: int, milliseconds: float =
     torch.cuda.synchronize()
     once = _elapsed(lambda: call(0))
     rounds = max(1, min(math.ceil(24 / copies), int(4.0 / (once * copies))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for i in range(copies):
-                call(i)
-    graph.replay()
-    times: list[float] = []
-    while len(times) < 5 or (sum(times) < milliseconds and len(times) < 15):
-        times.append(_elapsed(graph.replay))
+    # many measurements would use them up, and launches then clear counters of their own
+    with lent_counters():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(rounds):
+                for i in range(copies):
+                    call(i)
+        graph.replay()
+        times: list[float] = []
+        while len(times) < 5 or (sum(times) < milliseconds and len(times) < 15):
+            times.append(_elapsed(graph.replay))
     return statistics.median(times) * 1000 / (rounds * copies)
 
 

@@ -24,6 +24,7 @@ from lowbit_kernels.dispatch import (
     refusals,
 )
 from lowbit_kernels.layout import FragmentLayout, fragment_words, unfragment_words
+from lowbit_kernels.measure import time_graph
 
 DECODE = KernelConfig("decode", 8, 32, 128, num_warps=1)
 GEMM = KernelConfig("gemm", 16, 64, 32)
@@ -350,3 +351,16 @@ def test_split_k_under_a_graph_and_two_streams(config):
         torch.cuda.synchronize()
         assert torch.equal(out, expected)
         assert torch.equal(beside, expected)
+
+
+@pytest.mark.gpu
+def test_timing_gives_counters_back():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    config = decode(split_k=4)
+    problem = make_problem(Case(5, 4096, 2048, 128, config), "cuda")
+    weight = prepare(problem.weight)
+    launch(problem, weight, config)
+    before = {device: counters.numel() for device, counters in fragment._unused_counters.items()}
+    time_graph(lambda i: launch(problem, weight, config), 2)
+    assert {device: counters.numel() for device, counters in fragment._unused_counters.items()} == before
