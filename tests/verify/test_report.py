@@ -97,6 +97,31 @@ def test_the_page_is_well_formed_and_says_what_matters(page):
     assert all(f"<title>{row['name']}: output error" in html for row in manifest["layers"])
 
 
+def test_what_verify_found_is_on_the_page(page, tmp_path):
+    out, _ = page
+    folder = shutil.copytree(out, tmp_path / "out")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8] + b"<b>bold!")
+    verified = verify.verify(folder, forward=False)
+    html = report.report(folder, verified=verified).read_text()
+    assert "What verify found" in html
+    assert "model.<wbr>safetensors: is not the file that was written: its SHA-256 differs" in html
+
+
+def test_tasks_and_scores_without_a_source_have_their_columns(page, tmp_path):
+    out, html = page
+    assert '<th class="number">KL p99</th>' in html
+    folder = shutil.copytree(out, tmp_path / "out")
+    result = json.loads((folder / evaluate.RESULT_FILE).read_text())
+    for scores in (result["total"], *result["domains"].values()):
+        scores |= dict.fromkeys(("source_perplexity", "kl_mean", "kl_error", "kl_p99", "top1"))
+    result["tasks"] = {"arc_<easy>": {"acc": 0.5, "acc_stderr": 0.125}}
+    (folder / evaluate.RESULT_FILE).write_text(json.dumps(result))
+    html = report.report(folder).read_text()
+    assert "KL p99" not in html
+    assert '<td class="name">arc_&lt;easy&gt;</td><td>acc</td><td class="number">0.5000</td>' in html
+
+
 def test_a_page_made_without_verify_says_so(page, tmp_path):
     out, _ = page
     assert "<b>not verified</b>" in report.report(out, tmp_path / "page.html").read_text()
