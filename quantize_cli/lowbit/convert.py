@@ -153,6 +153,8 @@ def _write_side_files(
     """config.json, model card and the new format's own files; everything else as it is."""
     old = folder.config["quantization_config"]
     own = {MANIFEST, INDEX, KERNELS, "config.json", "README.md", *folder.shards, *was.extra_files(old)}
+    # about the folder as it was
+    own |= {"lowbit_eval.json", "report.html"}
     for file in sorted(folder.path.rglob("*")):
         if file.is_file() and file.relative_to(folder.path).as_posix() not in own:
             sink.copy_file(file)

@@ -6,7 +6,6 @@ pread into fresh memory; nothing stays mapped.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -23,10 +22,13 @@ from lowbit.checkpoint.header import (
     Rows,
     TensorInfo,
     allocate,
+    is_special,
     part_of,
     pread_into,
     read_header,
+    read_json,
 )
+from lowbit.checkpoint.source import check_config
 from lowbit.decode import PARTS, LayerCodes, dequantize, open_layer
 from lowbit.errors import SourceError
 from lowbit.manifest import check_folder, complaint
@@ -216,15 +218,24 @@ def open_folder(path: str | Path) -> Folder:
     """
     path = Path(path)
     check_folder(path)
-    faults: list[Fault] = []
+    # whoever opens a pipe waits
+    odd = [file.name for file in sorted(path.iterdir()) if is_special(file)]
+    faults = [Fault("structure", name, "is not a regular file") for name in odd]
     config = _read_json(path / "config.json", faults) or {}
-    manifest = _read_json(path / MANIFEST, faults) if (path / MANIFEST).exists() else None
+    try:
+        check_config(path / "config.json", config)
+    except SourceError as e:
+        faults.append(Fault("config", "config.json", str(e).removeprefix(f"{path / 'config.json'}: ")))
+        config = {}
+    manifest = None
+    if (path / MANIFEST).exists() and MANIFEST not in odd:
+        manifest = _read_json(path / MANIFEST, faults)
     wrong = complaint(manifest) if manifest is not None else None
     if wrong is not None:
         faults.append(Fault("structure", MANIFEST, wrong))
         manifest = None
     entries: dict[str, TensorInfo] = {}
-    for file in sorted(path.glob("*.safetensors")):
+    for file in sorted(file for file in path.glob("*.safetensors") if file.name not in odd):
         try:
             found = read_header(file)
         except SourceError as e:
@@ -276,14 +287,10 @@ def as_tensor(data: Tensor, info: TensorInfo) -> Tensor:
 
 def _read_json(file: Path, faults: list[Fault]) -> dict[str, Any] | None:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        faults.append(Fault("structure", file.name, f"cannot be read: {e}"))
+        return read_json(file)
+    except SourceError as e:
+        faults.append(Fault("structure", file.name, str(e).removeprefix(f"{file}: ")))
         return None
-    if isinstance(value, dict):
-        return value
-    faults.append(Fault("structure", file.name, "is not a JSON object"))
-    return None
 
 
 def _check_index(path: Path, entries: dict[str, TensorInfo]) -> Iterator[Fault]:
@@ -295,7 +302,7 @@ def _check_index(path: Path, entries: dict[str, TensorInfo]) -> Iterator[Fault]:
                 "structure", INDEX, f"is missing, though there is {min(files - {'model.safetensors'})}"
             )
         elif not files:
-            yield Fault("structure", str(path), "holds no readable safetensors file")
+            yield Fault("structure", "model.safetensors", "there is no readable safetensors file")
         return
     faults: list[Fault] = []
     index = _read_json(path / INDEX, faults) or {}
@@ -326,7 +333,10 @@ def _read_quantization(
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         return None, lambda name, kind: None
-    format = format_of(quantization)
+    try:
+        format = format_of(quantization)
+    except SourceError as e:
+        raise SourceError(f"{path / 'config.json'}: {e}") from None
     try:
         return format.name, format.read_config(quantization)
     except SourceError as e:

@@ -7,12 +7,11 @@ on light and dark alike. Nothing is fetched from a network.
 from __future__ import annotations
 
 import io
-import json
 import math
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
+from lowbit.checkpoint.header import read_json
 from lowbit.checkpoint.source import Source
 from lowbit.errors import SourceError
-from lowbit.evaluate import RESULT_FILE
+from lowbit.evaluate import RESULT_FILE, EvalReport, Scores
 from lowbit.folder import KERNELS, DenseView, Folder, open_quantized
 from lowbit.inspection import summarize, tensor_parallel
 from lowbit.verify import VerifyReport, reach_source, source_weight
@@ -83,9 +83,9 @@ def report(
     worst = rows[:10]
     with ExitStack() as stack:
         origin, _ = reach_source(folder, source, stack)
-        histograms = [histogram(folder, folder.manifest, origin, row.name) for row in worst[:HISTOGRAMS]]
-    kernels = _read(folder.path / KERNELS)
-    points = kernel_points(kernels)
+        shown = [row.name for row in worst if row.name in folder.layers][:HISTOGRAMS]
+        histograms = [histogram(folder, folder.manifest, origin, name) for name in shown]
+    kernels, points = read_kernels(folder.path / KERNELS)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = (resources.files("lowbit") / "templates" / "report.html").read_text(encoding="utf-8")
     page = environment.from_string(template).render(
@@ -101,7 +101,7 @@ def report(
         copied=copied(folder.manifest),
         heat_map=heat_map(rows) if rows else None,
         histograms=histograms,
-        evaluation=_read(folder.path / RESULT_FILE),
+        evaluation=read_evaluation(folder.path / RESULT_FILE),
         kernels=kernels,
         points=points,
         roofline=roofline(points, kernels["device"]) if kernels and points else None,
@@ -401,12 +401,37 @@ def human_size(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def read_kernels(file: Path) -> tuple[dict[str, Any] | None, list[KernelPoint]]:
+    """The table of `lowbit tune` and its measurements; SourceError if it is none."""
+    if not file.is_file():
+        return None, []
+    table = read_json(file)
+    try:
+        return {key: table[key] for key in ("device", "arch", "rows")} | table, kernel_points(table)
+    except (KeyError, TypeError, ArithmeticError) as e:
+        raise _not_written(file, "lowbit tune", e) from None
+
+
+def read_evaluation(file: Path) -> dict[str, Any] | None:
+    """The fields of `lowbit eval`'s result, also an earlier version's; SourceError if it is none."""
     if not file.is_file():
         return None
+    found = read_json(file)
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise SourceError(
-            f"{file}: not JSON ({e}); remove it or run the command that writes it again"
-        ) from None
+        domains = {name: _scores(values) for name, values in found["domains"].items()}
+        return asdict(EvalReport(**(found | {"total": _scores(found["total"]), "domains": domains})))
+    except (KeyError, TypeError, AttributeError) as e:
+        raise _not_written(file, "lowbit eval", e) from None
+
+
+def _scores(values: dict[str, Any]) -> Scores:
+    for name, value in values.items():
+        if value is not None and not isinstance(value, int | float):
+            raise TypeError(f"{name} is {value!r}")
+    return Scores(**values)
+
+
+def _not_written(file: Path, command: str, error: Exception) -> SourceError:
+    return SourceError(
+        f"{file}: not what {command} writes ({type(error).__name__}: {error}); run it again or remove it"
+    )

@@ -116,6 +116,7 @@ def read_json(path: Path, text: bytes | None = None) -> dict[str, Any]:
             known[name] = value
         return known
 
+    _refuse_special(path)
     try:
         found = json.loads(path.read_bytes() if text is None else text, object_pairs_hook=unique)
     except OSError as e:
@@ -127,11 +128,22 @@ def read_json(path: Path, text: bytes | None = None) -> dict[str, Any]:
     return found
 
 
+def is_special(path: Path) -> bool:
+    """Whether it is a pipe or device, whose reader may wait for ever."""
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
+def _refuse_special(path: Path) -> None:
+    if is_special(path):
+        raise SourceError(f"{path}: not a regular file; replace it by one")
+
+
 def read_header(path: Path) -> list[TensorInfo]:
     """Return the tensors of a safetensors file in the order of their data.
 
     Raises SourceError if the file is cut short, too long, malformed, or if two tensors claim the same bytes.
     """
+    _refuse_special(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

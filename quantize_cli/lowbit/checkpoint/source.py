@@ -273,7 +273,7 @@ def _open_folder(model: str, folder: Path, trust_remote_code: bool) -> Source:
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else None
     if config is None:
         raise SourceError(f"{folder}: no config.json; {_what_is_there(folder)}")
-    _check_config(folder / "config.json", config)
+    check_config(folder / "config.json", config)
     _refuse_quantized(folder / "config.json", config)
     code = _custom_code(folder, config, trust_remote_code)
     weights, index = _weight_files(folder)
@@ -434,7 +434,7 @@ def _check_tensors(folder: Path, config: dict[str, Any], tensors: Mapping[str, T
         )
 
 
-def _check_config(path: Path, config: dict[str, Any]) -> None:
+def check_config(path: Path, config: dict[str, Any]) -> None:
     """Refuse values of another type than those who read them expect; null is as good as absent."""
     nested = [config.get(key) for key in ("text_config", "llm_config")]
     for place in [config, *(place for place in nested if isinstance(place, dict))]:

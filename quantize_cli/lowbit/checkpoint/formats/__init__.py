@@ -110,8 +110,11 @@ FORMATS = {
 def format_of(config: dict[str, Any]) -> Format:
     """The format that a quantization_config states; SourceError if it is none of the table."""
     name = str(config.get("quant_method"))
-    if name == "gptq" and config.get("checkpoint_format") == "gptq_v2":
-        name = "gptq-v2"
+    if name == "gptq":
+        stored = config.get("checkpoint_format") or "gptq"
+        if stored not in ("gptq", "gptq_v2"):
+            raise SourceError(f"quantization_config: checkpoint_format {stored!r} is not gptq or gptq_v2")
+        name = "gptq-v2" if stored == "gptq_v2" else name
     if name not in FORMATS:
         raise SourceError(f"quant_method {name!r} is not one of {', '.join(FORMATS)}")
     return FORMATS[name]

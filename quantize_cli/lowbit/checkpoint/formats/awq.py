@@ -100,11 +100,15 @@ def read_config(config: dict[str, Any]) -> Callable[[str, str], QuantScheme | No
         scheme = QuantScheme(config["bits"], config["group_size"], symmetric=not config["zero_point"])
     except (KeyError, TypeError, LowbitError) as e:
         raise SourceError(f"quantization_config: malformed ({type(e).__name__}: {e})") from None
+    if scheme.bits != 4:
+        raise SourceError(f"quantization_config: awq holds 4 bits, not {scheme.bits}")
     if config.get("version", "gemm") != "gemm":
         raise SourceError(
             f"quantization_config: awq version {config['version']!r} is not known; only 'gemm' is"
         )
     kept = config.get("modules_to_not_convert") or []
+    if not isinstance(kept, list) or not all(isinstance(part, str) for part in kept):
+        raise SourceError("quantization_config: malformed (modules_to_not_convert is no list of names)")
     return lambda name, kind: None if any(part in name for part in kept) else scheme
 
 

@@ -155,6 +155,7 @@ def read_config(config: dict[str, Any]) -> Callable[[str, str], QuantScheme | No
     class. Raises SourceError if the weights are in another layout than this module writes.
     """
     try:
+        stored = {config.get("format"), *(group.get("format") for group in config["config_groups"].values())}
         ignore = list(config.get("ignore") or [])
         groups = [
             (list(group["targets"]), _scheme(group["weights"])) for group in config["config_groups"].values()
@@ -164,6 +165,12 @@ def read_config(config: dict[str, Any]) -> Callable[[str, str], QuantScheme | No
     for rule in (*ignore, *(rule for rules, _ in groups for rule in rules)):
         if not isinstance(rule, str):
             raise SourceError(f"quantization_config: malformed (target {rule!r} is not text)")
+        try:
+            re.compile(rule.removeprefix("re:"))
+        except re.error as e:
+            raise SourceError(f"quantization_config: malformed (target {rule!r}: {e})") from None
+    if other := sorted(map(str, stored - {None, "pack-quantized"})):
+        raise SourceError(f"quantization_config: format {other[0]!r} is not known; only pack-quantized is")
 
     def scheme_of(name: str, kind: str) -> QuantScheme | None:
         if any(_rank(rule, name, kind) for rule in ignore):

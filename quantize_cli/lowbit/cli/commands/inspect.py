@@ -60,7 +60,7 @@ def inspection_view(found: Inspection) -> list[RenderableType]:
         loads = Text("yes", style="green") if engine.loads else Text("no", style="red")
         engines.add_row(engine.name, loads, ", ".join(engine.kernels), engine.note)
 
-    share = percent(found.total_bytes / found.original_bytes)
+    share = percent(found.total_bytes / max(1, found.original_bytes))
     summary = [
         ("architecture", found.architecture),
         ("format", f"{found.format}, {counted(found.files, 'file')}"),

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lowbit.cli import options
 from lowbit.cli.output import (
+    counted,
     decibel,
     duration,
     facts,
@@ -65,7 +66,7 @@ def verify(
         out.show(*report_view(report))
         if not report.ok:
             first = report.failures[0]
-            raise GateError(f"{report.path}: {len(report.failures)} faults; the first: {first}")
+            raise GateError(f"{report.path}: {counted(len(report.failures), 'fault')}; the first: {first}")
         compare = f" --source {shlex.quote(report.source)}" if report.source else ""
         out.show(next_command(f"lowbit eval {shlex.quote(report.path)}{compare}"))
 

@@ -1,0 +1,132 @@
+"""Folders that are damaged on purpose: commands say what is wrong in one line; none waits or crashes."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit import evaluate, inspection, pipeline, report, verify
+from lowbit.convert import convert
+from lowbit.errors import LowbitError
+from lowbit.folder import KERNELS
+from lowbit.recipe import Recipe
+
+TABLE = {"device": "x", "arch": "sm_90", "date": "", "rows": 3}
+SCORES = {"tokens": 3, "perplexity": "much"}
+
+
+@pytest.fixture(scope="module")
+def good(build_llama, tmp_path_factory) -> dict[str, Path]:
+    source, made = build_llama(), {}
+    for format, keys in {"compressed-tensors": {}, "gptq": {}, "awq": {"sym": False}}.items():
+        made[format] = tmp_path_factory.mktemp("good") / "out"
+        pipeline.quantize(source, made[format], Recipe(method="rtn", group=64, format=format, **keys))
+    return made
+
+
+def edit(file: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        document = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(change(document) or document))
+
+    return plant
+
+
+def config(**keys: Any) -> Callable[[Path], None]:
+    return edit("config.json", lambda document: document.update(keys))
+
+
+def quantization(**keys: Any) -> Callable[[Path], None]:
+    return edit("config.json", lambda document: document["quantization_config"].update(keys))
+
+
+def pipe(file: str) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        (folder / file).unlink()
+        os.mkfifo(folder / file)
+
+    return plant
+
+
+def write(file: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).write_text(text) and None
+
+
+# fault -> (format, what plants it, what verify says of it)
+FAULTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "weights are a pipe": ("gptq", pipe("model.safetensors"), "model.safetensors: is not a regular file"),
+    "manifest is a pipe": ("gptq", pipe("lowbit.json"), "lowbit.json: is not a regular file"),
+    "tokenizer is a pipe": ("gptq", pipe("tokenizer.json"), "tokenizer.json: is not a regular file"),
+    "no weights": ("gptq", lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+    "architectures of text": ("gptq", config(architectures="Llama"), "architectures is"),
+    "text_config of a number": ("gptq", config(text_config=3), "text_config is 3, expected dict"),
+    "size of text": ("gptq", config(num_hidden_layers="two"), "num_hidden_layers is"),
+    "awq of 3 bits": ("awq", quantization(bits=3), "awq holds 4 bits, not 3"),
+    "awq that keeps a number": ("awq", quantization(modules_to_not_convert=[3]), "no list of names"),
+    "gptq in marlin's layout": ("gptq", quantization(checkpoint_format="marlin"), "'marlin' is not gptq"),
+    "nvfp4": ("compressed-tensors", quantization(format="nvfp4-pack-quantized"), "'nvfp4-pack-quantized'"),
+    "a target that is no expression": ("compressed-tensors", quantization(ignore=["re:("]), "re:("),
+    "another method": ("gptq", quantization(quant_method="bitsandbytes"), "config.json: quant_method"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_command_answers_in_one_line(good, tmp_path, fault):
+    format, plant, said = FAULTS[fault]
+    folder = shutil.copytree(good[format], tmp_path / "out")
+    plant(folder)
+    try:
+        outcome = verify.verify(folder, hash=False)
+        assert not outcome.ok
+        found = "\n".join(map(str, outcome.failures))
+    except LowbitError as e:
+        found = str(e)
+    assert said in found
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 8)
+    for command in (
+        lambda: evaluate.evaluate(folder, text=[text], window=16, max_tokens=16),
+        lambda: convert(folder, "gptq-v2", tmp_path / "converted"),
+    ):
+        with pytest.raises(LowbitError) as refusal:
+            command()
+        assert "\n" not in str(refusal.value)
+    # these two show what there is
+    for command in (lambda: inspection.inspect(folder, kernels=True), lambda: report.report(folder)):
+        with suppress(LowbitError):
+            command()
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        (KERNELS, json.dumps(TABLE)),
+        (KERNELS, "[]"),
+        (KERNELS, json.dumps(TABLE | {"rows": [{"us": 1.0}]})),
+        (evaluate.RESULT_FILE, json.dumps({"total": 3})),
+        (evaluate.RESULT_FILE, "[]"),
+        (evaluate.RESULT_FILE, json.dumps({"total": SCORES, "domains": {}})),
+    ],
+)
+def test_a_report_names_the_file_that_it_cannot_use(good, tmp_path, file, text):
+    folder = shutil.copytree(good["gptq"], tmp_path / "out")
+    (folder / file).write_text(text)
+    with pytest.raises(LowbitError, match=file):
+        report.report(folder)
+
+
+def test_a_converted_folder_has_no_results_of_the_one_before(good, tmp_path):
+    folder = shutil.copytree(good["gptq"], tmp_path / "out")
+    for name in ("report.html", evaluate.RESULT_FILE):
+        (folder / name).write_text("{}")
+    convert(folder, "gptq-v2", tmp_path / "converted")
+    assert not {"report.html", evaluate.RESULT_FILE} & {
+        file.name for file in (tmp_path / "converted").iterdir()
+    }
+    assert verify.verify(tmp_path / "converted").ok
