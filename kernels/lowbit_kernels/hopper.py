@@ -38,6 +38,9 @@ from .layout import TILE_K, TILE_N
 
 try:
     from triton.experimental import gluon
+
+    # which Triton 3.4 has not
+    from triton.experimental.gluon import constexpr_function
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language.nvidia import hopper
@@ -45,21 +48,22 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 except ImportError:
     # only what is evaluated when a kernel is defined
-    gluon = SimpleNamespace(
-        jit=lambda fn=None, **options: fn or (lambda fn: fn), constexpr_function=lambda fn: fn
-    )
+    gluon = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda fn: fn))
+    constexpr_function = lambda fn: fn  # noqa: E731
     gl = SimpleNamespace(constexpr=int)
     HAS_GLUON = False
 else:
     HAS_GLUON = True
-    # its name until Triton 3.6, and from 3.7 on
+    # their names until Triton 3.6 and from 3.7 on, and from 3.9 on and before
     thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+    tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+    PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
     # what TMA writes: rows of x in the order that wgmma reads, words as they are
     X_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     WORDS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
-@gluon.constexpr_function
+@constexpr_function
 def _split_rows(block_n, num_warps, unit, columns):
     """Bases of the 16-row blocks of a tile, in steps of unit: those of registers, and those of warps."""
     steps = [16 * 2**i for i in range((block_n // 16).bit_length() - 1)]
@@ -68,7 +72,7 @@ def _split_rows(block_n, num_warps, unit, columns):
     return bases[count:], bases[:count]
 
 
-@gluon.constexpr_function
+@constexpr_function
 def _words_layout(block_n, num_warps):
     """[BLOCK_N / 16, 128] words of 64 inputs: 16 bytes a lane, a warp for every 16 rows."""
     registers, warps = _split_rows(block_n, num_warps, 1, 1)
@@ -76,7 +80,7 @@ def _words_layout(block_n, num_warps):
     return gl.DistributedLinearLayout([[0, 1], [0, 2], *registers], lanes, warps, [], [block_n // 16, 128])
 
 
-@gluon.constexpr_function
+@constexpr_function
 def _rows_layout(block_n, num_warps):
     """[BLOCK_N / 16 · 2 · 32]: a value for each lane that holds a row, by half of 16 rows."""
     registers, warps = _split_rows(block_n, num_warps, 64, 0)
@@ -84,7 +88,7 @@ def _rows_layout(block_n, num_warps):
     return gl.DistributedLinearLayout([[32], *registers], lanes, warps, [], [block_n * 4])
 
 
-@gluon.constexpr_function
+@constexpr_function
 def _flat_layout(block_n, block_m, num_warps):
     """The accumulator in one dimension, so that a lane has 16 bytes and a warp 512 at a time."""
     bases = [[2**i] for i in range((block_n * block_m).bit_length() - 1)]
@@ -94,7 +98,7 @@ def _flat_layout(block_n, block_m, num_warps):
     )
 
 
-@gluon.constexpr_function
+@constexpr_function
 def _unpacking(centre, bf16, has_zero):
     """PTX of a word: $0-$3 pairs of weights, $4 the word, $12-$15 their scales, $16-$19 (centre - z) · s."""
     kind = "bf16x2" if bf16 else "f16x2"
@@ -248,14 +252,12 @@ def _fetch_words(words_desc, x_desc, words, full, stage, row, tile, pred):
     """Start the copy of one tile of words; the barrier waits for x as well."""
     barrier = full.index(stage)
     mbarrier.expect(barrier, words_desc.block_type.nbytes + x_desc.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(
-        words_desc, [row // 16, tile * 256], barrier, words.index(stage), pred=pred
-    )
+    tma_load(words_desc, [row // 16, tile * 256], barrier, words.index(stage), pred=pred)
 
 
 @gluon.jit
 def _fetch_x(x_desc, x, full, stage, token, tile, pred):
-    tma.async_copy_global_to_shared(x_desc, [token, tile * 128], full.index(stage), x.index(stage), pred=pred)
+    tma_load(x_desc, [token, tile * 128], full.index(stage), x.index(stage), pred=pred)
 
 
 @gluon.jit
@@ -464,7 +466,10 @@ def _write(
     if HAS_BIAS:
         rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, MMA))
         y += gl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(gl.float32)[:, None]
-    tile = x._reinterpret(dtype, [BLOCK_M, BLOCK_N], x.layout)
+    if PUBLIC_REINTERPRET:
+        tile = x.reinterpret(dtype, [BLOCK_M, BLOCK_N], x.layout)
+    else:
+        tile = x._reinterpret(dtype, [BLOCK_M, BLOCK_N], x.layout)
     tile.permute((1, 0)).store(y.to(dtype))
     rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ROWS))
     tokens = token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ROWS))

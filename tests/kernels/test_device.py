@@ -108,6 +108,24 @@ print(reference.matmul_reference(x, w.words, w.scale, None, 4, 32)[0, 0].item())
     assert printed == "Triton is not installed: install triton to run lowbit's kernels\n16.0\n"
 
 
+@pytest.mark.parametrize("lacks", ["gluon.constexpr_function", "gluon.language", "gluon"])
+def test_with_a_triton_whose_gluon_lacks_something_the_rest_runs(lacks):
+    """Triton 3.4 has a Gluon without constexpr_function, and other releases may lack other parts."""
+    code = f"""
+import sys
+import triton.experimental.gluon
+parent, _, name = "triton.experimental.{lacks}".rpartition(".")
+vars(sys.modules[parent]).pop(name)
+if "triton.experimental.{lacks}" in sys.modules:
+    sys.modules["triton.experimental.{lacks}"] = None
+from lowbit_kernels import hopper
+print(hopper.missing())
+"""
+    absent, product = run(code + MATMUL + "print(matmul(x, weight)[0, 0].item())").splitlines()
+    assert absent.endswith("has no Gluon for Hopper")
+    assert product == "16.0"
+
+
 def test_importing_does_not_touch_the_environment():
     code = """
 import os, torch
