@@ -16,6 +16,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,9 @@ class QuantLinear(nn.Module):
         self.bits, self.group_size = weight.bits, weight.group_size
         self.register_parameter("bias", bias)
         for name in ("words", "scale", "zero_point"):
-            self.register_buffer(name, getattr(weight, name), persistent=False)
+            value = getattr(weight, name)
+            # accelerate's hooks move every buffer that is not persistent, even one that is None
+            self.register_buffer(name, value, persistent=value is None)
         self._arrange()
 
     def stored(self) -> GemmWeight:
@@ -111,23 +114,25 @@ class QuantLinear(nn.Module):
 class SharedProduct(nn.Module):
     """One product for the linears of several names that read the same x.
 
-    The first name to be asked computes it; it is let go when the last has taken its rows.
+    Whichever is asked first computes it; it is let go when each has taken its rows.  starts: of those rows.
     """
 
-    def __init__(self, linear: QuantLinear) -> None:
+    def __init__(self, linear: QuantLinear, starts: tuple[int, ...]) -> None:
         super().__init__()
         self.linear = linear
-        self.x: Tensor | None = None
-        self.y: Tensor | None = None
+        self.starts = starts
+        # x, its product and the rows that were not taken yet. Read and written as one, since threads may run
+        # the same model.
+        self.pending: tuple[Tensor | None, Tensor | None, tuple[int, ...]] = (None, None, ())
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
-        # an x that was changed in place since is still the same x: the first always computes
-        if start == 0 or self.y is None or self.x is not x:
-            self.x, self.y = x, self.linear(x)
-        y = self.y[..., start:stop]
-        if stop == self.linear.out_features:
-            self.x = self.y = None
-        return y
+        last, y, left = self.pending
+        # rows that were taken are wanted again: x may have been changed in place since
+        if y is None or last is not x or start not in left:
+            y, left = self.linear(x), self.starts
+        left = tuple(other for other in left if other != start)
+        self.pending = (x, y, left) if left else (None, None, ())
+        return y[..., start:stop]
 
 
 class LinearRows(nn.Module):
@@ -383,19 +388,21 @@ def share_products(model: nn.Module) -> None:
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     for names in stacks(linears):
-        parts = [linears[name] for name in names]
+        # not kept in the dict, which would hold every weight a second time
+        parts = [linears.pop(name) for name in names]
         if len(parts) == 1 or (stacked := _stack(parts)) is None:
             continue
-        product, start = SharedProduct(stacked), 0
-        for name, part in zip(names, parts, strict=True):
-            model.set_submodule(name, LinearRows(product, start, start + part.out_features))
-            start += part.out_features
+        stops = tuple(accumulate(part.out_features for part in parts))
+        starts = (0, *stops[:-1])
+        product = SharedProduct(stacked, starts)
+        for name, start, stop in zip(names, starts, stops, strict=True):
+            model.set_submodule(name, LinearRows(product, start, stop))
 
 
 def _stack(parts: list[QuantLinear]) -> QuantLinear | None:
     """The rows of all parts below each other; None where they are of unlike kinds."""
     biases = [part.bias.data for part in parts if part.bias is not None]
-    if len(biases) not in (0, len(parts)):
+    if len(biases) not in (0, len(parts)) or len({part.words.device for part in parts}) > 1:
         return None
     try:
         weight = concatenate([part.weight_now() for part in parts])

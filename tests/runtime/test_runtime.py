@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import weakref
+from itertools import permutations
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from lowbit import load, patch_model, use_in_transformers
+from lowbit import load, patch_model, runtime, use_in_transformers
 from lowbit.errors import PlanError, SourceError
 from lowbit.folder import DenseView, open_folder
 from lowbit.pipeline import quantize
@@ -154,28 +156,66 @@ def test_every_format_runs(recipe, tmp_path):
         assert close(load(out, device="cpu")(IDS).logits, dense_logits(out, tmp_path))
 
 
-def test_siblings_share_a_product_and_nothing_is_kept():
-    """Against the linears one by one; q/k/v with biases in any order and with inputs of their own."""
+def siblings(names):
     torch.manual_seed(0)
-    names = {"q_proj": 64, "k_proj": 32, "v_proj": 32, "o_proj": 64}
     model = torch.nn.ModuleDict({name: torch.nn.Linear(128, n) for name, n in names.items()})
     patch_model(model, QuantScheme(4, 64))
-    x, other = torch.randn(2, 3, 128), torch.randn(3, 128)
-    truth = {name: (model[name](x), model[name](other)) for name in names}
+    return model
+
+
+QKV = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
+
+
+@pytest.mark.parametrize("order", list(permutations(QKV)), ids="-".join)
+@torch.no_grad()
+def test_siblings_share_a_product_and_nothing_is_kept(order):
+    """Against the linears one by one, in any order, and with an x that is then overwritten."""
+    model = siblings(QKV | {"o_proj": 64})
+    x = torch.randn(2, 3, 128)
+    inputs = [torch.randn(2, 3, 128) for _ in range(3)]
+    truth = [{name: model[name](each) for name in order} for each in inputs]
     share_products(model)
-    assert [type(model[name]) for name in names] == [LinearRows] * 3 + [QuantLinear]
-    for order in (["q_proj", "k_proj", "v_proj"], ["v_proj", "q_proj", "k_proj"], ["k_proj", "k_proj"]):
-        for name in order:
-            assert close(model[name](x), truth[name][0])
-    assert close(model["q_proj"](x), truth["q_proj"][0])
-    assert close(model["k_proj"](other), truth["k_proj"][1])
-    assert close(model["v_proj"](other), truth["v_proj"][1])
+    assert [type(module) for module in model.values()] == [LinearRows] * 3 + [QuantLinear]
     product = model["q_proj"].product
-    assert product.x is None
-    assert product.y is None
-    model["q_proj"](x)
-    x.copy_(torch.zeros_like(x))
-    assert close(model["q_proj"](x), model["q_proj"](torch.zeros(1, 128)).expand(2, 3, 64))
+    calls = []
+    product.linear.register_forward_hook(lambda *_: calls.append(1))
+    for each, expected in zip(inputs, truth, strict=True):
+        x.copy_(each)
+        for name in order:
+            assert close(model[name](x), expected[name])
+        assert product.pending == (None, None, ())
+    assert len(calls) == 3
+
+
+@torch.no_grad()
+def test_siblings_with_inputs_of_their_own():
+    model = siblings(QKV)
+    x, other = torch.randn(2, 3, 128), torch.randn(3, 128)
+    truth = {name: (model[name](x), model[name](other)) for name in QKV}
+    share_products(model)
+    for name in ("k_proj", "k_proj", "q_proj"):
+        assert close(model[name](x), truth[name][0])
+    for name in ("k_proj", "v_proj"):
+        assert close(model[name](other), truth[name][1])
+    # taken before, so it is a new product, whatever became of x
+    x.zero_()
+    assert close(model["k_proj"](x), model["k_proj"](torch.zeros(1, 128)).expand(2, 3, 32))
+
+
+def test_sharing_frees_each_block_before_the_next(monkeypatch):
+    """Weights are never there twice: a model of 40 GB must not need 80."""
+    model = torch.nn.ModuleList(siblings(QKV) for _ in range(3))
+    parts = [weakref.ref(module) for module in model.modules() if isinstance(module, QuantLinear)]
+    alive = []
+    stack = runtime._stack
+
+    def counted(given):
+        alive.append(sum(part() is not None for part in parts))
+        return stack(given)
+
+    monkeypatch.setattr(runtime, "_stack", counted)
+    share_products(model)
+    assert alive == [9, 6, 3]
 
 
 def test_siblings_of_unlike_kinds_stay_apart():
@@ -184,6 +224,25 @@ def test_siblings_of_unlike_kinds_stay_apart():
     patch_model(model, QuantScheme(4, 64))
     share_products(model)
     assert all(isinstance(module, QuantLinear) for module in model.values())
+
+
+def test_siblings_on_devices_of_their_own_stay_apart():
+    model = siblings(QKV)
+    model["k_proj"].to("meta")
+    share_products(model)
+    assert all(isinstance(module, QuantLinear) for module in model.values())
+
+
+@torch.no_grad()
+def test_packed_linears_bear_the_hooks_of_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    model, x = siblings(QKV | {"o_proj": 64}), torch.randn(2, 128)
+    truth = {name: module(x) for name, module in model.items()}
+    share_products(model)
+    accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True)
+    assert all(bias.is_meta for bias in model.parameters())
+    for name, module in model.items():
+        assert close(module(x), truth[name])
 
 
 def test_loaded_model_compiles_in_one_graph(llama_folder, tmp_path):
