@@ -233,12 +233,15 @@ def refusals(problem: Problem) -> dict[str, str | None]:
 
 @functools.cache
 def choose(problem: Problem) -> KernelConfig:
-    """The config of a tuned table, or else the rule of the first variant that accepts.
+    """The config of a tuned table if its variant accepts, or else the rule of the first variant that does.
 
+    A shipped table names variants that this Triton may not compile.
     Raises ValueError with every reason if no variant accepts.
     """
     tuned = _installed.get(problem) or shipped_configs(problem.arch, _device_name()).get(problem)
-    return rule(problem) if tuned is None else tuned
+    if tuned is None or VARIANTS[tuned.variant].accepts(problem) is not None:
+        return rule(problem)
+    return tuned
 
 
 def rule(problem: Problem) -> KernelConfig:

@@ -44,17 +44,17 @@ def read_table(path: Path, device: str | None) -> tuple[dict[Problem, KernelConf
         table = json.loads(path.read_text())
         if table.get("tuned") is False:
             return {}, None
-        configs = _configs(table)
         stamp = table["device"], table["triton"], table["kernels"]
+        here = device, _version("triton"), kernel_hash()
+        # before the configs, whose fields are other ones for other kernels
+        for name, found, wanted in zip(("device", "Triton", "kernels"), stamp, here, strict=True):
+            if found != wanted:
+                return {}, f"{path}: tuned for {name} {found}, this is {wanted}; run `lowbit tune` again"
+        return _configs(table), None
     except OSError as e:
         return {}, f"{path}: {e.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         return {}, f"{path}: not a table of kernel configs ({type(e).__name__}: {e})"
-    here = device, _version("triton"), kernel_hash()
-    for name, found, wanted in zip(("device", "Triton", "kernels"), stamp, here, strict=True):
-        if found != wanted:
-            return {}, f"{path}: tuned for {name} {found}, this is {wanted}; run `lowbit tune` again"
-    return configs, None
 
 
 def write_table(
