@@ -10,10 +10,9 @@ import torch
 from lowbit.errors import RecipeError
 from lowbit.folder import KERNELS, open_quantized
 from lowbit.report import KernelPoint, roofline_figure
+from lowbit.runtime import use_tuned
 from lowbit.tune import kinds, measurable
 from lowbit_kernels import bench as kernels
-from lowbit_kernels.dispatch import install
-from lowbit_kernels.tables import read_table
 from lowbit_kernels.tuning import Shape
 
 # q/k/v, o, gate/up and down of an 8B model, as engines fuse them.
@@ -42,9 +41,7 @@ def bench(
     shapes = measurable(kinds(layers))
     if not shapes:
         raise RecipeError(f"{path}: none of its layers has a kernel that can be measured")
-    if (folder.path / KERNELS).is_file():
-        configs, _ = read_table(folder.path / KERNELS, torch.cuda.get_device_name())
-        install(configs)
+    use_tuned(folder.path / KERNELS, torch.device("cuda"))
     return kernels.bench(shapes, tokens, on_row)
 
 

@@ -268,7 +268,7 @@ def load(
     device = pick_device(device) if isinstance(device, str) else device
     dtype = dtype or getattr(torch, folder.config.get("dtype") or folder.config["torch_dtype"])
     if device.type == "cuda":
-        _use_tuned(folder.path / KERNELS, device)
+        use_tuned(folder.path / KERNELS, device)
     view = DenseView(folder, dtype)
     skeleton = build_skeleton(view, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     _place_quantized(skeleton, view, device)
@@ -291,7 +291,7 @@ def _local_folder(model: str, revision: str | None) -> Path:
     return download(model, revision)
 
 
-def _use_tuned(file: Path, device: torch.device) -> None:
+def use_tuned(file: Path, device: torch.device) -> None:
     """Let the kernels take the configs that `lowbit tune` left beside the checkpoint, or say why not."""
     if file.is_file():
         configs, reason = read_table(file, torch.cuda.get_device_name(device))

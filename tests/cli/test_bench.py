@@ -63,6 +63,9 @@ def test_a_folders_own_layers_are_measured(
     # o, q/k/v, gate/up and down
     assert {(shape.n, shape.k) for shape in asked[0]} == {(256, 256), (512, 256), (1024, 256), (256, 512)}
     assert {shape.act for shape in asked[0]} == {torch.bfloat16}
+    (tmp_path / "out" / "lowbit_kernels.json").write_text("{}")
+    with pytest.warns(UserWarning, match=r"lowbit_kernels\.json: not a table.*; using the shipped configs"):
+        lowbit("bench", tmp_path / "out")
 
 
 def test_the_roofline_is_drawn_or_refused_before_measuring(
