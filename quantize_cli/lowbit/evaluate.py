@@ -34,7 +34,7 @@ from lowbit.ahead import workers
 from lowbit.checkpoint.header import read_json
 from lowbit.checkpoint.source import open_source
 from lowbit.device import pick_device
-from lowbit.errors import SourceError
+from lowbit.errors import RecipeError, SourceError
 from lowbit.folder import DenseView, open_folder
 from lowbit.skeleton import Skeleton, WeightSource, build_skeleton, load, stored_names, unload
 from lowbit.streamed import stream_matrices
@@ -109,8 +109,8 @@ def evaluate(
     all, shared evenly by the domains.  stride: None is window.  bos: begin each window with the tokenizer's
     beginning-of-sequence token; None does so if the tokenizer does by itself.  tasks: of lm_eval, see
     lowbit.tasks; limit: the first examples of each.
-    Raises SourceError for a text that holds less than one window, RecipeError for tasks that cannot be
-    loaded, and what opening the models raises.
+    Raises SourceError for a text that holds less than one window, RecipeError for a window that is too long
+    or tasks that cannot be loaded, and what opening the models raises.
     """
     started = time.monotonic()
     protocol = Protocol(window, stride or window, bos, max_tokens)
@@ -125,6 +125,7 @@ def evaluate(
         total = sum(each.numel() for each in rows.values())
         on_event(events.Stage("eval", f"{len(texts)} texts", total, unit="tokens"))
         scored = load_model(weights, target).model
+        check_length(scored, window, "--window")
         reference = load_model(origin, target).model if origin else None
         found: dict[str, list[Tensor]] = {name: [] for name in rows}
         done = 0
@@ -321,6 +322,15 @@ def usable_memory(device: torch.device) -> int:
 def batch_size(model: Any, window: int) -> int:
     """Windows whose logits stay under LOGIT_BYTES."""
     return max(1, LOGIT_BYTES // (4 * window * model.config.get_text_config().vocab_size))
+
+
+def check_length(model: Any, tokens: int, flag: str) -> None:
+    """Raise RecipeError if a model has fewer positions than tokens; flag: what sets their number."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and tokens > positions:
+        raise RecipeError(
+            f"{tokens} tokens are more than the model's {positions} positions; use a smaller {flag}"
+        )
 
 
 def dtype_name(model: Any) -> str:

@@ -14,7 +14,8 @@ import torch
 
 from lowbit import runtime
 from lowbit.device import pick_device
-from lowbit.evaluate import load_model, load_tokenizer, open_weights
+from lowbit.errors import RecipeError, SourceError
+from lowbit.evaluate import check_length, load_model, load_tokenizer, open_weights
 from lowbit.folder import DenseView
 
 
@@ -47,7 +48,12 @@ def generate(
     """Continue prompt greedily with a quantized folder (or plain model), and with `compare` if given.
 
     chat: put the prompt through the chat template.
+    Raises RecipeError for a prompt without tokens or too long, and what opening the models raises.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise RecipeError("the prompt is not UTF-8; check the terminal's encoding") from None
     target = pick_device(device)
     ours = _continue(path, prompt, max_new_tokens, chat, target)
     theirs = (None, None) if compare is None else _continue(compare, prompt, max_new_tokens, chat, target)
@@ -63,9 +69,10 @@ def _continue(
     with open_weights(path) as weights, torch.no_grad():
         tokenizer = load_tokenizer(weights)
         if chat:
-            message = [{"role": "user", "content": prompt}]
-            prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            prompt = _in_template(tokenizer, prompt, weights.name)
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).to(device)
+        if not inputs.input_ids.numel():
+            raise RecipeError("the prompt has no tokens; write at least a word")
         model: Any
         if device.type == "cuda" and isinstance(weights, DenseView):
             model = runtime.load(weights.path, device=device)
@@ -73,6 +80,7 @@ def _continue(
             model = load_model(weights, device).model
             if (weights.path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(weights.path)
+        check_length(model, inputs.input_ids.shape[1] + max_new_tokens, "--max-new-tokens")
         output = model.generate(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
@@ -84,3 +92,14 @@ def _continue(
     new = output[0, inputs.input_ids.shape[1] :].tolist()
     cut = len(new) == max_new_tokens and new[-1] not in (ends if isinstance(ends, list) else [ends])
     return tokenizer.decode(new, skip_special_tokens=True), cut
+
+
+def _in_template(tokenizer: Any, prompt: str, name: str) -> str:
+    """The prompt as a user's message, before the answer; SourceError if the template is missing or wrong."""
+    try:
+        message = [{"role": "user", "content": prompt}]
+        return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    # a template is a program of the model's
+    except Exception as e:
+        reason = " ".join(str(e).split())[:160]
+        raise SourceError(f"{name}: no usable chat template ({reason}); leave --chat out") from None

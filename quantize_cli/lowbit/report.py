@@ -21,7 +21,7 @@ import numpy as np
 
 from lowbit.checkpoint.header import read_json
 from lowbit.checkpoint.source import Source
-from lowbit.errors import SourceError
+from lowbit.errors import OutputError, SourceError
 from lowbit.evaluate import RESULT_FILE, EvalReport, Scores
 from lowbit.folder import KERNELS, DenseView, Folder, open_quantized
 from lowbit.inspection import summarize, tensor_parallel
@@ -68,7 +68,8 @@ def report(
     out: None is report.html in the folder.  source: original model for the histograms; None takes the
     manifest's if it is on this machine.  verified: the outcome of verify, shown and preferred to the recorded
     errors.
-    Raises SourceError for a folder without lowbit.json, or if a library of the `report` extra is missing.
+    Raises SourceError for a folder without lowbit.json, or if a library of the `report` extra is missing;
+    OutputError if out cannot be a file.
     """
     try:
         import jinja2
@@ -77,6 +78,11 @@ def report(
     except ImportError as e:
         raise SourceError(f"report needs {e.name}; run `pip install 'lowbit[report]'`") from None
     folder = open_quantized(path, "report")
+    target = Path(out) if out is not None else folder.path / REPORT_FILE
+    if target.is_dir() or not target.parent.is_dir():
+        raise OutputError(
+            f"{target}: {'a folder' if target.is_dir() else 'no such folder'}; name a file to write"
+        )
     if folder.manifest is None:
         raise SourceError(f"{path}: no lowbit.json; report takes the folder that lowbit quantize wrote")
     rows = layer_rows(folder.manifest, verified)
@@ -110,7 +116,6 @@ def report(
         size=human_size,
         breakable=lambda name: markupsafe.escape(name).replace(".", markupsafe.Markup(".<wbr>")),
     )
-    target = Path(out) if out is not None else folder.path / REPORT_FILE
     target.write_text(page, encoding="utf-8")
     return target
 

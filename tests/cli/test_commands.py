@@ -105,6 +105,17 @@ def test_eval_of_a_model_beside_itself_loses_nothing(
     assert not (original / "lowbit_eval.json").exists()
 
 
+def test_scores_are_shown_where_they_cannot_be_kept(written: Path, tmp_path: Path, lowbit: Callable) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(written, folder)
+    # where it would be kept; root may write to folders that are read-only
+    (folder / "lowbit_eval.json").mkdir()
+    ran = lowbit("eval", folder, "--max-tokens", "256", "--window", "64")
+    assert ran.code == 0
+    assert "perplexity" in ran.out
+    assert "lowbit_eval.json: Is a directory; the scores are not kept" in ran.err
+
+
 def test_eval_of_a_quantized_folder_is_shown_and_kept_for_the_report(
     written: Path, original: Path, tmp_path: Path, lowbit: Callable
 ) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GPT2
 from lowbit import evaluate, pipeline, verify
 from lowbit.ahead import workers
 from lowbit.decode import dequantize
-from lowbit.errors import SourceError
+from lowbit.errors import RecipeError, SourceError
 from lowbit.folder import DenseView, open_folder
 from lowbit.recipe import Recipe
 
@@ -223,3 +223,10 @@ def test_a_config_of_another_size_is_refused(quantized, tmp_path, text):
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 256}))
     with pytest.raises(SourceError, match=r"mlp.* is \[512, 256\], config.json asks for \[256, 256\]"):
         evaluate.evaluate(folder, text=[text])
+
+
+def test_a_window_longer_than_the_model_is_refused(model, tmp_path):
+    long = tmp_path / "long.txt"
+    long.write_text(TEXT * 8)
+    with pytest.raises(RecipeError, match=r"4096 tokens are more than the model's 2048 positions"):
+        evaluate.evaluate(model, text=[long], window=4096)

@@ -1,12 +1,14 @@
 """generate: the decoded model continues as transformers itself does."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowbit import generate, pipeline
+from lowbit.errors import LowbitError
 from lowbit.folder import DenseView, open_folder
 from lowbit.recipe import Recipe
 
@@ -66,3 +68,21 @@ def test_a_text_is_cut_at_the_limit_and_not_by_its_own_end(models):
         assert not generate.generate(source, PROMPT, max_new_tokens=1).cut
     finally:
         settings.write_text(before)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "said"),
+    [
+        ("", {}, "no tokens"),
+        ("bad \udcff byte", {}, "not UTF-8"),
+        (PROMPT, {"max_new_tokens": 4000}, "more than the model's 2048 positions"),
+        (PROMPT, {"chat": True}, "no usable chat template"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_is_one_line(models, tmp_path, prompt, options, said):
+    _, out = models
+    folder = shutil.copytree(out, tmp_path / "out")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('only\\nfor adults') }}")
+    with pytest.raises(LowbitError, match=said) as refusal:
+        generate.generate(folder, prompt, **options)
+    assert "\n" not in str(refusal.value)

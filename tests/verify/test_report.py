@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from lowbit import evaluate, pipeline, report, verify
-from lowbit.errors import SourceError
+from lowbit.errors import OutputError, SourceError
 from lowbit.folder import KERNELS
 from lowbit.recipe import Recipe
 
@@ -223,3 +223,9 @@ def test_measured_kernels_become_points_under_a_roof(page):
     assert "Measured speed of the tuned kernels on NVIDIA H200" in html
     assert html.count("<td>fragment</td>") == 6
     assert report.kernel_points(None) == []
+
+
+@pytest.mark.parametrize(("out", "said"), [(".", "a folder"), ("nowhere/page.html", "no such folder")])
+def test_a_page_that_cannot_be_a_file_is_refused(page, tmp_path, out, said):
+    with pytest.raises(OutputError, match=said):
+        report.report(page[0], tmp_path / out)

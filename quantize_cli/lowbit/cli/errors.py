@@ -29,7 +29,7 @@ _REMEDY = {
     errno.EDQUOT: "disk quota exceeded; free some and run the same command again to resume",
     errno.EACCES: "permission denied; check who may read and write it",
     errno.EPERM: "operation not permitted; check who may read and write it",
-    errno.EROFS: "read-only file system; choose another --out",
+    errno.EROFS: "read-only file system; write to another place",
 }
 
 

@@ -60,6 +60,7 @@ def evaluate(
             check_installed()
         with out.starting():
             from lowbit.evaluate import evaluate as run
+            from lowbit.events import Note
         with listener(out) as on_event:
             report = run(
                 model,
@@ -74,10 +75,16 @@ def evaluate(
                 on_event=on_event,
             )
         ours = (Path(model) / "lowbit.json").is_file()
-        if ours:
-            # where `lowbit report` finds it
-            report.save(model)
         out.show(*scores_view(report))
+        if ours:
+            try:
+                # where `lowbit report` finds it
+                report.save(model)
+            except OSError as e:
+                ours = False
+                out.note(
+                    Note(f"{e.filename}: {e.strerror}; the scores are not kept for lowbit report", "warning")
+                )
         if ours:
             out.show(next_command(f"lowbit report {shlex.quote(model)}"))
 
