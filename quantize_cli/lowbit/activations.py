@@ -42,6 +42,13 @@ class Workspace:
             data = np.memmap(file, dtype=np.uint8, mode="w+", shape=(max(1, nbytes),))
         return torch.from_numpy(data)[:nbytes].view(dtype).view(shape)
 
+    def take(self, nbytes: int) -> bool:
+        """Whether so many bytes may be held in memory besides; they count until the end of the scope."""
+        if nbytes > self.left:
+            return False
+        self.left -= nbytes
+        return True
+
     @contextmanager
     def scope(self) -> Iterator[None]:
         """What is handed out inside is dropped by the caller at the end."""

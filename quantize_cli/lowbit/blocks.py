@@ -36,7 +36,7 @@ from lowbit.activations import Saved, State, Workspace
 from lowbit.errors import CalibrationError, PlanError
 from lowbit.hessian import LayerStats, Moments, add_tokens, finish, start_moments
 from lowbit.plan import LayerPlan
-from lowbit.products import Product, Products
+from lowbit.products import Kept, Product, Products
 from lowbit.skeleton import Slot, WeightSource, build_skeleton, find_slots, load, stored_names, unload
 
 Check = Callable[[str, Tensor], None]
@@ -363,6 +363,9 @@ class Block:
         self.groups: list[_Group] = []
         self.followed: dict[int, Tensor] = {}
         self.tail: _Tail | None = None
+        # layers of each parameter that still have their old weight
+        self.waiting = Counter(engine.slots[layer.name].param for layer in self.layers)
+        self.kept = {batch.start: Kept(self._settled, engine.workspace.take) for batch in engine.batches}
 
     def load(self) -> None:
         """Read the weights. Planned ones keep the dtype in which they are stored, Products widens them."""
@@ -393,13 +396,17 @@ class Block:
                 )
 
     def unload(self) -> None:
-        self.params = {}
+        self.params, self.kept = {}, {}
         unload(self.engine.skeleton.model, stored_names(self.module, self.name))
 
     def weight(self, layer: LayerPlan) -> Tensor:
         """The layer's weight [N, K] as it stands: a view, in the dtype in which it is stored."""
         slot = self.engine.slots[layer.name]
         return slot.view(self.params[slot.param])
+
+    def _settled(self, param: str) -> bool:
+        """Every layer of the parameter has its new weight; experts do not count, they take turns."""
+        return not self.waiting[param] and self.params[param].dim() == 2
 
     # ---- running
 
@@ -410,10 +417,11 @@ class Block:
         before: Callable[[Product], None] | None = None,
         after: Callable[[Product, Tensor], None] | None = None,
         entering: dict[str, Callable[[Tensor], None]] | None = None,
+        kept: Kept | None = None,
     ) -> Any:
         """What the block returns for hidden [B, T, D], None if a callback had seen enough.
 
-        before, after: called with each product that uses a planned parameter (see Products).
+        before, after, kept: for each product that uses a planned parameter (see Products).
         entering: by name of a module in the block, called with the tensor that it is given.
         """
         hooks = [
@@ -421,7 +429,7 @@ class Block:
             for name, seen in (entering or {}).items()
         ]
         try:
-            with torch.no_grad(), Products(self.params, self.engine.dtype, before, after):
+            with torch.no_grad(), Products(self.params, self.engine.dtype, before, after, kept):
                 return self.module(hidden, *call.args, **call.kwargs)
         except _Enough:
             return None
@@ -453,7 +461,7 @@ class Block:
             self.tail = None
             return
         for batch in self.engine.batches:
-            output = self.run(stream, batch)
+            output = self.run(stream, batch, kept=self.kept[batch.start])
             assert output is not None
             stream[batch] = output
 
@@ -594,7 +602,8 @@ class Block:
                 raise _Enough
 
             entering = {meets: met} if meets else {}
-            output = self.run(engine.quantized, batch, before=seen, entering=entering)
+            callbacks = {"before": seen, "entering": entering, "kept": self.kept[batch.start]}
+            output = self.run(engine.quantized, batch, **callbacks)
             if meets != _OUTPUT:
                 continue
             assert output is not None
@@ -641,7 +650,9 @@ class Stage:
     def replace(self, layer: LayerPlan, weight: Tensor) -> None:
         """From here on the quantized stream sees weight [N, K] in this layer, rounded to the stored dtype as
         engines do before they multiply."""
-        self.block.weight(layer).copy_(weight)
+        block, param = self.block, self.block.engine.slots[layer.name].param
+        block.weight(layer).copy_(weight)
+        block.waiting[param] -= 1
 
 
 def _input_hook(seen: Callable[[Tensor], None]) -> Callable[..., None]:

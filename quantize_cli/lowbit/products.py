@@ -44,10 +44,56 @@ _OPERANDS = {
 }
 
 
+class Kept:
+    """Results of a module for one input, so that running it again goes on where weights may still change.
+
+    The costly calls of a run, products and attention, come in the same order in every run. Their results are
+    kept from the start of the run up to the first product with a weight that is not `settled`, as long as
+    `take` grants their bytes.
+    """
+
+    def __init__(self, settled: Callable[[str], bool], take: Callable[[int], bool]) -> None:
+        self.settled, self.take = settled, take
+        self.results: list[tuple[Tensor, int]] = []
+        self.limit: int | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Begin a run."""
+        self.at, self.following = 0, True
+
+    def result(self, param: str | None, compute: Callable[[], Any]) -> Any:
+        """What compute returns, from an earlier run if that is known.
+
+        param: the weight that it uses, None for none.
+        """
+        self.following = self.following and (param is None or self.settled(param)) and self.at != self.limit
+        if not self.following:
+            return compute()
+        if self.at < len(self.results):
+            y, version = self.results[self.at]
+            if y._version == version:
+                self.at += 1
+                return y
+            # the module writes into it: from here on nothing can be kept
+            self.limit = self.at
+            del self.results[self.at :]
+            self.following = False
+            return compute()
+        y = compute()
+        if self.take(y.nbytes):
+            self.results.append((y, y._version))
+            self.at += 1
+        else:
+            self.following = False
+        return y
+
+
 class Products(TorchFunctionMode):
     """Calls `before` with every product that uses one of `params`, and `after` with its result [..., N] too.
 
     Computes in `dtype`: weights and embeddings may be stored narrower and are widened for one product each.
+    kept: results of earlier runs on the same input, and of this one for later runs.
     """
 
     def __init__(
@@ -56,10 +102,13 @@ class Products(TorchFunctionMode):
         dtype: torch.dtype,
         before: Callable[[Product], None] | None = None,
         after: Callable[[Product, Tensor], None] | None = None,
+        kept: Kept | None = None,
     ) -> None:
         super().__init__()
         self.owners = {p.untyped_storage().data_ptr(): (name, p) for name, p in params.items()}
-        self.dtype, self.before, self.after = dtype, before, after
+        self.dtype, self.before, self.after, self.kept = dtype, before, after, kept
+        if kept is not None:
+            kept.start()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -67,6 +116,8 @@ class Products(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.embedding:
             return func(*args, **kwargs).to(self.dtype)
+        if func is F.scaled_dot_product_attention and self.kept is not None:
+            return self.kept.result(None, lambda: func(*args, **kwargs))
         if func not in _OPERANDS:
             return func(*args, **kwargs)
         at_x, at_weight = _OPERANDS[func]
@@ -79,7 +130,11 @@ class Products(TorchFunctionMode):
         if self.before:
             for product in products:
                 self.before(product)
-        y = func(*(a.to(self.dtype) if isinstance(a, Tensor) else a for a in args), **kwargs)
+
+        def compute() -> Any:
+            return func(*(a.to(self.dtype) if isinstance(a, Tensor) else a for a in args), **kwargs)
+
+        y = compute() if self.kept is None else self.kept.result(name, compute)
         if self.after and len(products) == 1:
             self.after(products[0], y)
         return y

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, save_model
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from lowbit import blocks, skeleton
@@ -24,6 +26,7 @@ from lowbit.checkpoint.source import open_source
 from lowbit.errors import PlanError, SourceError
 from lowbit.hessian import LayerStats
 from lowbit.plan import LayerPlan, make_plan
+from lowbit.products import Kept, Products
 from lowbit.recipe import Recipe
 
 Tiny = Callable[[str], Path]
@@ -288,6 +291,57 @@ def test_activations_on_disk_give_the_same_bytes(tiny: Tiny, tmp_path: Path) -> 
         in_memory = run(engine)
     with opened(tiny("llama"), make_rows(), memory_bytes=0, state=tmp_path / "state") as (engine, _):
         same_work(in_memory, run(engine))
+
+
+class Counting(TorchFunctionMode):
+    """Counts the products and attentions that are really computed, by the width of their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            self.seen[f"{args[1].shape[0]} x {args[1].shape[1]}"] += 1
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.seen["attention"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_cannot_change_any_more_is_computed_once(build_llama: Callable[..., Path]) -> None:
+    """One stream, from the first of two blocks to the second; without memory for it all is done again."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+    folder = build_llama(**sizes, num_hidden_layers=2)
+    counts = {}
+    for memory_bytes in (None, 0):
+        options = {"following": Following(target=False), "memory_bytes": memory_bytes}
+        with opened(folder, make_rows(), **options) as (engine, _):
+            for block in engine.blocks():
+                with Counting() as counting:
+                    for stage in block.stages():
+                        for work in stage.work():
+                            stage.replace(work.layer, coarse(work.weight))
+                    block.replay()
+                counts[memory_bytes] = counting.seen
+                break
+    # q, k and v, o, gate and up, down
+    assert counts[None] == {"64 x 64": 2, "32 x 64": 2, "96 x 64": 2, "64 x 96": 1, "attention": 1}
+    assert counts[0] == {"64 x 64": 7, "32 x 64": 8, "96 x 64": 4, "64 x 96": 1, "attention": 4}
+
+
+def test_a_result_that_is_written_into_is_not_taken_again() -> None:
+    weight = torch.randn(8, 8)
+    x = torch.randn(3, 8)
+    kept = Kept(settled=lambda param: True, take=lambda nbytes: True)
+    for _ in range(3):
+        with Products({"w": weight}, torch.float32, kept=kept):
+            y = torch.nn.functional.linear(x, weight)
+            z = torch.nn.functional.linear(y, weight)
+            # as models do that add their branches in place
+            y += 1
+        assert torch.equal(y, x @ weight.T + 1)
+        assert torch.equal(z, x @ weight.T @ weight.T)
+    assert kept.limit == 0
 
 
 def test_rows_in_one_batch_or_many_give_one_hessian(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
