@@ -324,6 +324,8 @@ def kernel_rows(
                 order=order,
             )
             refused = {name: why for name, why in dispatch.refusals(problem).items() if why is not None}
+            if arch == "cpu":
+                refused = dict.fromkeys(refused, "needs a GPU; --arch sm_90 shows what one would run")
             config = dispatch.choose(problem) if len(refused) < len(dispatch.VARIANTS) else None
             yield KernelRow(
                 n,

@@ -88,6 +88,7 @@ def complaint(manifest: dict[str, Any]) -> str | None:
 def check_folder(path: Path) -> None:
     """Raise SourceError if path is not a folder with a config.json; this much can be told without torch."""
     if not path.is_dir():
-        raise SourceError(f"{path}: no such folder")
+        found = "is no folder" if path.exists() else "no such folder"
+        raise SourceError(f"{path}: {found}; pass the folder that lowbit quantize wrote")
     if not (path / "config.json").is_file():
         raise SourceError(f"{path}: no config.json; pass the folder that lowbit quantize wrote")

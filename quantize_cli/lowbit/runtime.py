@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lowbit.checkpoint.download import download
 from lowbit.checkpoint.formats import FORMATS, compressed_tensors, format_of
 from lowbit.device import pick_device
-from lowbit.errors import PlanError, SourceError
+from lowbit.errors import OutputError, PlanError, SourceError
 from lowbit.folder import KERNELS, DenseView, Folder, open_folder
 from lowbit.plan import LayerPlan, stacks
 from lowbit.scheme import PackedTensor, QuantScheme
@@ -278,9 +278,15 @@ def load(
     load_tensors(skeleton, view, names, lambda name, stored: dtype, device)
     built.tie_weights()
     share_products(built)
+    built.save_pretrained = _cannot_save
     if (folder.path / "generation_config.json").is_file():
         built.generation_config = type(built.generation_config).from_pretrained(folder.path)
     return built
+
+
+def _cannot_save(*args: Any, **kwargs: Any) -> None:
+    """In place of save_pretrained, which would leave the packed weights out and say nothing."""
+    raise OutputError("packed weights are not saved from memory; `lowbit quantize` writes a checkpoint")
 
 
 def _local_folder(model: str, revision: str | None) -> Path:
@@ -467,6 +473,8 @@ def patch_model(
             words, scale, zero = quantize(module.weight.data, scheme.bits, width, scheme.symmetric, dtype)
             weight = GemmWeight(words, scale, zero, scheme.bits, width, module.in_features)
             model.set_submodule(name, QuantLinear(weight, module.bias))
+    if isinstance(model, PreTrainedModel) and None in outcome.values():
+        model.save_pretrained = _cannot_save  # type: ignore[method-assign]
     return outcome
 
 

@@ -127,7 +127,11 @@ def _load_config(source: WeightSource, trust_remote_code: bool) -> Any:
 
     try:
         if (source.path / "config.json").is_file():
-            return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code)
+            # the model gets decoded weights or our own modules: nobody shall quantize it by its config
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config
+            return config
         return AutoConfig.for_model(**source.config)
     # whatever the checks of a config raise
     except Exception as e:

@@ -10,13 +10,18 @@ from typing import Any
 
 from lowbit.errors import RecipeError
 
-INSTALL = "pip install lm_eval"
+# lm_eval leaves accelerate, which its models of transformers import, to an extra that brings more
+NEEDS = ("lm_eval", "accelerate")
 
 
 def check_installed() -> None:
-    """Raise RecipeError if lm_eval is not there; nothing is imported."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise RecipeError(f"--tasks needs lm_eval, which is not installed; run `{INSTALL}`")
+    """Raise RecipeError if lm_eval, or what it needs for our models, is not there; nothing is imported."""
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        install = " ".join(missing)
+        raise RecipeError(
+            f"--tasks needs {' and '.join(missing)}, not installed here; run `pip install {install}`"
+        )
 
 
 def load_tasks(names: Sequence[str]) -> list[Any]:

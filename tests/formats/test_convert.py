@@ -116,6 +116,9 @@ def test_what_the_format_cannot_hold_is_refused_before_writing(quantized, tmp_pa
         convert(folder, "gptq", tmp_path / "out")
     with pytest.raises(PlanError, match="3 bits"):
         convert(quantized(format="gptq", bits=3, group=64), "compressed-tensors", tmp_path / "out")
+    # convert has no --asym
+    with pytest.raises(PlanError, match="quantize with --asym"):
+        convert(quantized(format="gptq", group=64), "awq", tmp_path / "out")
     with pytest.raises(RecipeError, match="use one of compressed-tensors"):
         convert(folder, "ggml", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -124,6 +127,8 @@ def test_what_the_format_cannot_hold_is_refused_before_writing(quantized, tmp_pa
 def test_wrong_folders_are_refused(quantized, tmp_path, llama_folder):
     with pytest.raises(SourceError, match="no such folder"):
         convert(tmp_path / "absent", "gptq", tmp_path / "out")
+    with pytest.raises(SourceError, match=r"config\.json: is no folder"):
+        convert(llama_folder / "config.json", "gptq", tmp_path / "out")
     with pytest.raises(SourceError, match="not quantized; convert takes"):
         convert(llama_folder, "gptq", tmp_path / "out")
     folder = quantized(format="compressed-tensors")

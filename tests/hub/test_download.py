@@ -86,7 +86,7 @@ def test_what_is_not_there_is_named(repo, revision, words, publish, server) -> N
 
 
 def test_nothing_reachable_and_nothing_cached(server) -> None:
-    with pytest.raises(HubError, match="cannot be reached and the model is not in the cache"):
+    with pytest.raises(HubError, match="no such folder here, the Hub cannot be reached and the model is not"):
         download("me/llama", endpoint="http://127.0.0.1:9")
 
 

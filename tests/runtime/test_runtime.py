@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from lowbit import load, patch_model, runtime, use_in_transformers
-from lowbit.errors import PlanError, SourceError
+from lowbit.errors import OutputError, PlanError, SourceError
 from lowbit.folder import DenseView, open_folder
 from lowbit.pipeline import quantize
 from lowbit.recipe import make_recipe
@@ -345,6 +345,27 @@ def test_patch_rounds_every_linear_in_place_but_the_head(llama_folder):
         assert isinstance(model.get_submodule(name), QuantLinear)
     with torch.no_grad():
         assert close(model(IDS).logits, truth(IDS).logits)
+
+
+def test_models_of_packed_linears_refuse_to_be_saved_without_them(llama_folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    quantize(llama_folder, tmp_path / "out", make_recipe(method="rtn", device="cpu"))
+    patched = AutoModelForCausalLM.from_pretrained(llama_folder)
+    untouched = AutoModelForCausalLM.from_pretrained(llama_folder)
+    patch_model(patched, QuantScheme(4, 128))
+    patch_model(untouched, QuantScheme(4, 128), skip=lambda name: True)
+    for model in (load(tmp_path / "out"), patched):
+        with pytest.raises(OutputError, match="lowbit quantize"):
+            model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    untouched.save_pretrained(tmp_path / "saved")
+
+
+def test_a_loaded_model_does_not_ask_to_be_quantized(llama_folder, tmp_path):
+    """lm_eval hands such a config to the quantizers of transformers, which want their packages."""
+    quantize(llama_folder, tmp_path / "out", make_recipe(method="rtn", device="cpu"))
+    assert not hasattr(load(tmp_path / "out").config, "quantization_config")
 
 
 def test_patch_leaves_what_groups_do_not_fill():

@@ -92,6 +92,14 @@ def test_the_kernel_table_lists_every_shape_once(look):
     assert all("fragment order" in row.refusals["plain"] for row in found.kernels)
 
 
+def test_without_a_gpu_the_kernel_table_says_so(build_llama, tmp_path):
+    pipeline.quantize(build_llama(), tmp_path / "out", Recipe(method="rtn"))
+    rows = inspection.inspect(tmp_path / "out", kernels=True, arch="cpu").kernels
+    assert {row.chosen for row in rows} == {"plain"}
+    reasons = {reason for row in rows for reason in row.refusals.values()}
+    assert reasons == {"needs a GPU; --arch sm_90 shows what one would run"}
+
+
 def test_a_plain_model_is_refused(build_llama):
     with pytest.raises(SourceError, match="not quantized"):
         inspection.inspect(build_llama())

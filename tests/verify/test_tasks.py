@@ -35,7 +35,8 @@ metric_list:
 
 @pytest.fixture
 def task(tmp_path):
-    pytest.importorskip("lm_eval", reason="pip install lm_eval")
+    for name in tasks.NEEDS:
+        pytest.importorskip(name, reason=f"pip install {name}")
     rows = [{"question": q, "choices": choices, "answer": answer} for q, choices, answer in QUESTIONS]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "small.yaml").write_text(YAML.format(file=tmp_path / "rows.jsonl"))
@@ -72,7 +73,11 @@ def test_a_task_that_nobody_knows_is_one_line(task):
         tasks.load_tasks([task, "no_such_task_1"])
 
 
-def test_without_lm_eval_it_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match="pip install lm_eval"):
+@pytest.mark.parametrize(
+    ("there", "install"),
+    [((), "lm_eval accelerate"), (("lm_eval",), "accelerate"), (("accelerate",), "lm_eval")],
+)
+def test_without_what_it_needs_it_says_how_to_install_it(monkeypatch, there, install):
+    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: name if name in there else None)
+    with pytest.raises(RecipeError, match=f"run `pip install {install}`"):
         tasks.load_tasks(["arc_easy"])

@@ -62,7 +62,9 @@ def download(repo: str, revision: str | None = None, endpoint: str | None = None
         # newer clients know that the cache lacks files of the repository; those we left out on purpose
         if cached := getattr(e, "snapshot_path", None):
             return Path(cached)
-        raise HubError(f"{at}: the Hub cannot be reached and the model is not in the cache") from None
+        raise HubError(
+            f"{at}: no such folder here, the Hub cannot be reached and the model is not in the cache"
+        ) from None
     except HfHubHTTPError as e:
         status = e.response.status_code
         remedy = "renew the token with `hf auth login`" if status in (401, 403) else "try again later"

@@ -31,7 +31,7 @@ def accepts(scheme: QuantScheme) -> str | None:
     if scheme.bits != 4:
         return f"awq holds 4 bits, not {scheme.bits}; use compressed-tensors or gptq"
     if scheme.symmetric:
-        return "awq is for zero-points; add --asym, or use compressed-tensors or gptq"
+        return "awq is for zero-points: quantize with --asym, or use compressed-tensors or gptq"
     return None
 
 
