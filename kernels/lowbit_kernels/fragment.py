@@ -553,7 +553,7 @@ def decode_kernel(
     A program has tiles_per_program tiles, whole rounds.  ONE_ROUND: just one.  EVEN: none goes past the end.
     DEPENDENT: launched while the kernel before still runs; only the weight is read before that has ended.
     EXPERTS: weights are [experts, ...], a tile's tokens are what route_kernel's table in routes says, and
-    token i has row i // share of x; BLOCK_M is 8.
+    token i has row i // share of x; BLOCK_M is the fewest tokens that a product may have.
     """
     BLOCK_N: tl.constexpr = ROWS16 * 16
     block = tl.program_id(0)

@@ -170,7 +170,7 @@ class Protocol:
         start = {None: "BOS as the tokenizer does", True: "BOS before each window", False: "no BOS"}[self.bos]
         return (
             f"windows of {self.window} tokens, stride {self.stride}, {start}, "
-            f"at most {self.max_tokens} tokens, evenly spaced"
+            f"evenly spaced, up to {self.max_tokens} tokens but at least one window of each text"
         )
 
 
@@ -190,7 +190,7 @@ def read_texts(files: Sequence[str | Path] | None) -> dict[str, str]:
 
 
 def make_windows(tokenizer: Any, texts: dict[str, str], protocol: Protocol) -> dict[str, Tensor]:
-    """Return int64 [R, window] for each text, R so that about max_tokens are scored in all."""
+    """Return int64 [R, window] for each text, R so that max_tokens are scored in all, but at least 1."""
     bos = protocol.bos
     if bos is None:
         bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]

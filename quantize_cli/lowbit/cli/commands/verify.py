@@ -84,11 +84,13 @@ def report_view(report: VerifyReport) -> list[RenderableType]:
         views += [worst_table(report), ""]
     verdict = Text("verified", style="bold green") if report.ok else Text("NOT verified", style="bold red")
     views.append(Text.assemble(verdict, f"  {report.path}"))
+    recorded = any(layer.recorded for layer in report.layers)
+    alone = "the errors recorded when it was quantized" if recorded else "itself: nothing is recorded of it"
     views.append(
         facts(
             [
                 ("layers", f"{len(report.layers)} in {report.format or 'no quantized'} format"),
-                ("against", report.source or "the errors recorded when it was quantized"),
+                ("against", report.source or alone),
                 ("files hashed", str(report.files)),
                 ("time", f"{duration(report.seconds)}, {rate(report.bytes_read, report.seconds, 'bytes')}"),
             ]
