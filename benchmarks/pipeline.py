@@ -98,6 +98,23 @@ def machine(device: str) -> dict[str, object]:
     return found | ({"gpu": torch.cuda.get_device_name()} if device == "cuda" else {})
 
 
+def medians(runs: dict[str, list[dict[str, float]]], nbytes: int) -> dict[str, dict[str, float]]:
+    """The median of every figure over the runs of a column, and GiB/s of nbytes by the median of seconds."""
+    rows = {}
+    for name, results in runs.items():
+        row = {key: statistics.median(result[key] for result in results) for key in results[0]}
+        rows[name] = row | {"gib_per_second": nbytes / 2**30 / row["seconds"]}
+    return rows
+
+
+def publish(result: dict[str, object], file: Path | None) -> None:
+    """Print the result, and write it where a file is named."""
+    text = json.dumps(result, indent=1)
+    print(text)
+    if file:
+        file.write_text(text + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -122,11 +139,7 @@ def main() -> None:
         for name, (python, script, *extra) in columns.items():
             runs[name].append(run(python, script, source, *extra))
             print(name, runs[name][-1], file=sys.stderr)
-    rows = {
-        name: {key: statistics.median(r[key] for r in results) for key in results[0]}
-        | {"gib_per_second": source_bytes / 2**30 / statistics.median(r["seconds"] for r in results)}
-        for name, results in runs.items()
-    }
+    rows = medians(runs, source_bytes)
     result = {
         "benchmark": "pipeline",
         "date": time.strftime("%Y-%m-%d"),
@@ -142,10 +155,7 @@ def main() -> None:
             if rival in rows
         },
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.json:
-        args.json.write_text(text + "\n")
+    publish(result, args.json)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from pipeline import REPORT, machine
+from pipeline import REPORT, machine, medians, publish
 
 import lowbit
 
@@ -94,14 +94,7 @@ def main() -> None:
                 load.append(os.getloadavg()[0])
                 runs[place][name].append(run(script, folders, options))
                 print(place, name, runs[place][name][-1], file=sys.stderr)
-    columns = {
-        place: {
-            name: {key: statistics.median(result[key] for result in results) for key in results[0]}
-            | {"gib_per_second": size / 2**30 / statistics.median(result["seconds"] for result in results)}
-            for name, results in found.items()
-        }
-        for place, found in runs.items()
-    }
+    columns = {place: medians(found, size) for place, found in runs.items()}
     for found in columns.values():
         for row in found.values():
             row["times_the_floor"] = row["seconds"] / found["floor"]["seconds"]
@@ -114,10 +107,7 @@ def main() -> None:
         "rounds": args.rounds,
         "columns": columns,
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.json:
-        args.json.write_text(text + "\n")
+    publish(result, args.json)
 
 
 if __name__ == "__main__":

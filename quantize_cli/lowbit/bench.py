@@ -11,7 +11,7 @@ from lowbit.errors import RecipeError
 from lowbit.folder import KERNELS, open_quantized
 from lowbit.report import KernelPoint, roofline_figure
 from lowbit.runtime import use_tuned
-from lowbit.tune import kinds, measurable
+from lowbit.tune import measurable, stored_kinds
 from lowbit_kernels import bench as kernels
 from lowbit_kernels.tuning import Shape
 
@@ -37,8 +37,7 @@ def bench(
     if path is None:
         return kernels.bench(USUAL, tokens, on_row)
     folder = open_quantized(path, "bench")
-    layers = {name: (layer.shape, layer.scheme) for name, layer in folder.layers.items()}
-    shapes = measurable(kinds(layers))
+    shapes = measurable(stored_kinds(folder))
     if not shapes:
         raise RecipeError(f"{path}: none of its layers has a kernel that can be measured")
     use_tuned(folder.path / KERNELS, torch.device("cuda"))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lowbit.errors import RecipeError
-from lowbit.folder import KERNELS, open_quantized
+from lowbit.folder import KERNELS, Folder, open_quantized
 from lowbit.plan import stacks
 from lowbit.scheme import QuantScheme
 from lowbit_kernels import tuning
@@ -51,6 +51,11 @@ def kinds(layers: Layers) -> list[Kind]:
             act = "float16" if scheme.scale_dtype == "float32" else scheme.scale_dtype
             found[Kind(n, k, scheme.bits, scheme.width(k), not scheme.symmetric, act)] = None
     return list(found)
+
+
+def stored_kinds(folder: Folder) -> list[Kind]:
+    """kinds() of the layers that a folder holds."""
+    return kinds({name: (layer.shape, layer.scheme) for name, layer in folder.layers.items()})
 
 
 def untuned_table(layers: Layers) -> str:
@@ -101,7 +106,7 @@ def tune(
             "tune measures on a GPU and torch sees none here; run it where the model will serve"
         )
     folder = open_quantized(path, "tune")
-    found = kinds({name: (layer.shape, layer.scheme) for name, layer in folder.layers.items()})
+    found = stored_kinds(folder)
     shapes = measurable(found)
     if not shapes:
         raise RecipeError(f"{path}: none of its layers has a kernel that can be tuned")
