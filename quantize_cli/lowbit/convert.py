@@ -15,7 +15,7 @@ from lowbit import events
 from lowbit.checkpoint.formats import FORMATS, Format, format_of
 from lowbit.checkpoint.sink import Sink
 from lowbit.errors import GateError, PlanError, RecipeError, SourceError
-from lowbit.folder import INDEX, KERNELS, MANIFEST, Folder, open_quantized
+from lowbit.folder import INDEX, KERNELS, LATER_FILES, MANIFEST, Folder, open_quantized
 from lowbit.hub import restate_card
 from lowbit.plan import LayerPlan
 
@@ -152,9 +152,7 @@ def _write_side_files(
 ) -> None:
     """config.json, model card and the new format's own files; everything else as it is."""
     old = folder.config["quantization_config"]
-    own = {MANIFEST, INDEX, KERNELS, "config.json", "README.md", *folder.shards, *was.extra_files(old)}
-    # about the folder as it was
-    own |= {"lowbit_eval.json", "report.html"}
+    own = {*LATER_FILES, INDEX, "config.json", "README.md", *folder.shards, *was.extra_files(old)}
     for file in sorted(folder.path.rglob("*")):
         if file.is_file() and file.relative_to(folder.path).as_posix() not in own:
             sink.copy_file(file)

@@ -35,12 +35,11 @@ from lowbit.checkpoint.header import read_json
 from lowbit.checkpoint.source import open_source
 from lowbit.device import pick_device
 from lowbit.errors import RecipeError, SourceError
-from lowbit.folder import DenseView, open_folder
+from lowbit.folder import EVALUATION, DenseView, open_folder
 from lowbit.skeleton import Skeleton, WeightSource, build_skeleton, load, stored_names, unload
 from lowbit.streamed import stream_matrices
 from lowbit.tasks import load_tasks, run_tasks
 
-RESULT_FILE = "lowbit_eval.json"
 # logits of the windows that run together
 LOGIT_BYTES = 512 << 20
 # logits that are compared at a time, to stay in cache
@@ -84,7 +83,7 @@ class EvalReport:
 
     def save(self, folder: str | Path) -> Path:
         """Write the result beside the checkpoint, where `lowbit report` finds it."""
-        file = Path(folder) / RESULT_FILE
+        file = Path(folder) / EVALUATION
         file.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
         return file
 
@@ -109,9 +108,11 @@ def evaluate(
     all, shared evenly by the domains.  stride: None is window.  bos: begin each window with the tokenizer's
     beginning-of-sequence token; None does so if the tokenizer does by itself.  tasks: of lm_eval, see
     lowbit.tasks; limit: the first examples of each.
-    Raises SourceError for a text that holds less than one window, RecipeError for a window that is too long
-    or tasks that cannot be loaded, and what opening the models raises.
+    Raises SourceError for a text that holds less than one window, RecipeError for a window that is too long,
+    tasks that cannot be loaded or a limit without tasks, and what opening the models raises.
     """
+    if limit is not None and not tasks:
+        raise RecipeError("--limit counts examples of --tasks; name a task, or give --max-tokens for text")
     started = time.monotonic()
     protocol = Protocol(window, stride or window, bos, max_tokens)
     texts = read_texts(text)

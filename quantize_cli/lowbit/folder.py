@@ -39,6 +39,10 @@ INDEX = "model.safetensors.index.json"
 MANIFEST = "lowbit.json"
 # what quantize leaves untuned and `lowbit tune` writes anew
 KERNELS = "lowbit_kernels.json"
+EVALUATION = "lowbit_eval.json"
+REPORT = "report.html"
+# what commands add to a folder that quantize has written, or write anew
+LATER_FILES = {MANIFEST, KERNELS, EVALUATION, REPORT}
 CPU = torch.device("cpu")
 SCALE_DTYPES: dict[str, ScaleDtype] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 

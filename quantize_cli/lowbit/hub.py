@@ -25,7 +25,7 @@ import yaml
 
 from lowbit import events
 from lowbit.errors import GateError, HubError, LowbitError
-from lowbit.folder import KERNELS, MANIFEST, open_quantized
+from lowbit.folder import KERNELS, LATER_FILES, MANIFEST, open_quantized
 from lowbit.scheme import QuantScheme
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def push(
     digests = _listed_files(folder)
     (check or _verify)(folder)
     sizes = {name: (folder / name).stat().st_size for name in digests}
-    for name in sorted(_files_below(folder) - set(digests)):
+    for name in sorted(_files_below(folder) - set(digests) - LATER_FILES):
         on_event(events.Note(f"{name} is not in {MANIFEST} and is not uploaded", level="warning"))
     summary: dict[str, Any] = {"repo": repo_id, "files": sorted(digests), "bytes": sum(sizes.values())}
     if dry_run:

@@ -7,12 +7,13 @@ was run, on a CPU, its row says so. Kernels are named for the layers of this che
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lowbit.errors import SourceError
+from lowbit.errors import RecipeError, SourceError
 from lowbit.folder import Folder, StoredLayer, open_quantized
 from lowbit.plan import FUSED
 from lowbit.scheme import QuantScheme
@@ -22,6 +23,7 @@ ROW_PARALLEL = {
     "o_proj", "out_proj", "down_proj", "w2", "wo", "dense", "dense_4h_to_h", "c_proj", "fc2",
 }  # fmt: skip
 HIGHEST_DEGREE = 64
+ARCH = re.compile(r"cpu|sm_\d{2,3}|gfx[0-9a-f]{3,4}")
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,12 @@ def inspect(path: str | Path, *, kernels: bool = False, arch: str | None = None)
     """Describe a quantized checkpoint folder.
 
     kernels: also list the dispatch table of lowbit_kernels for its layers, for `arch` (sm_90, gfx942, ...) or
-    the device at hand.
-    Raises SourceError if path is not a checkpoint folder or is not quantized.
+    the device at hand; an arch asks for it too.
+    Raises SourceError if path is not a checkpoint folder or is not quantized, RecipeError for an arch that
+    is none.
     """
+    if arch is not None and not ARCH.fullmatch(arch):
+        raise RecipeError(f"--arch {arch}: not an architecture; sm_90, gfx942 and cpu are")
     folder = open_quantized(path, "inspect")
     if folder.format is None:
         raise SourceError(f"{path}: config.json has no quantization_config; run `lowbit verify {path}`")
@@ -115,7 +120,7 @@ def inspect(path: str | Path, *, kernels: bool = False, arch: str | None = None)
         engines=tuple(Engine(name, *rule(folder)) for name, rule in ENGINES.items()),
         tensor_parallel=degree,
         tensor_parallel_limit=limit,
-        kernels=tuple(kernel_rows(folder, arch)) if kernels else (),
+        kernels=tuple(kernel_rows(folder, arch)) if kernels or arch else (),
         faults=tuple(map(str, folder.faults)),
     )
 

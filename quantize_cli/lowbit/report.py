@@ -22,12 +22,11 @@ import numpy as np
 from lowbit.checkpoint.header import read_json
 from lowbit.checkpoint.source import Source
 from lowbit.errors import OutputError, SourceError
-from lowbit.evaluate import RESULT_FILE, EvalReport, Scores
-from lowbit.folder import KERNELS, DenseView, Folder, open_quantized
+from lowbit.evaluate import EvalReport, Scores
+from lowbit.folder import EVALUATION, KERNELS, REPORT, DenseView, Folder, open_quantized
 from lowbit.inspection import summarize, tensor_parallel
 from lowbit.verify import VerifyReport, reach_source, source_weight
 
-REPORT_FILE = "report.html"
 HISTOGRAMS = 4
 BINS = 81
 
@@ -78,7 +77,7 @@ def report(
     except ImportError as e:
         raise SourceError(f"report needs {e.name}; run `pip install 'lowbit[report]'`") from None
     folder = open_quantized(path, "report")
-    target = Path(out) if out is not None else folder.path / REPORT_FILE
+    target = Path(out) if out is not None else folder.path / REPORT
     if target.is_dir() or not target.parent.is_dir():
         raise OutputError(
             f"{target}: {'a folder' if target.is_dir() else 'no such folder'}; name a file to write"
@@ -107,7 +106,7 @@ def report(
         copied=copied(folder.manifest),
         heat_map=heat_map(rows) if rows else None,
         histograms=histograms,
-        evaluation=read_evaluation(folder.path / RESULT_FILE),
+        evaluation=read_evaluation(folder.path / EVALUATION),
         kernels=kernels,
         points=points,
         roofline=roofline(points, kernels["device"]) if kernels and points else None,

@@ -80,7 +80,7 @@ def _own_random_state() -> Iterator[None]:
     import torch
 
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
             yield
         finally:

@@ -38,8 +38,7 @@ from lowbit.device import pick_device
 from lowbit.errors import LowbitError, PlanError
 from lowbit.evaluate import first_nonfinite
 from lowbit.folder import (
-    KERNELS,
-    MANIFEST,
+    LATER_FILES,
     DenseView,
     Fault,
     Folder,
@@ -60,8 +59,6 @@ from lowbit.validate import (
     kernel_rows,
 )
 
-# files that other commands add to a finished folder
-LATER_FILES = {MANIFEST, KERNELS, "lowbit_eval.json", "report.html"}
 # side files that lowbit writes or extends itself
 OWN_FILES = {"config.json", "README.md", "quantize_config.json", "model.safetensors.index.json"}
 

@@ -13,7 +13,7 @@ import pytest
 from lowbit import evaluate, inspection, pipeline, report, verify
 from lowbit.convert import convert
 from lowbit.errors import LowbitError
-from lowbit.folder import KERNELS
+from lowbit.folder import EVALUATION, KERNELS
 from lowbit.recipe import Recipe
 
 TABLE = {"device": "x", "arch": "sm_90", "date": "", "rows": 3}
@@ -109,9 +109,9 @@ def test_every_command_answers_in_one_line(good, tmp_path, fault):
         (KERNELS, json.dumps(TABLE)),
         (KERNELS, "[]"),
         (KERNELS, json.dumps(TABLE | {"rows": [{"us": 1.0}]})),
-        (evaluate.RESULT_FILE, json.dumps({"total": 3})),
-        (evaluate.RESULT_FILE, "[]"),
-        (evaluate.RESULT_FILE, json.dumps({"total": SCORES, "domains": {}})),
+        (EVALUATION, json.dumps({"total": 3})),
+        (EVALUATION, "[]"),
+        (EVALUATION, json.dumps({"total": SCORES, "domains": {}})),
     ],
 )
 def test_a_report_names_the_file_that_it_cannot_use(good, tmp_path, file, text):
@@ -123,10 +123,8 @@ def test_a_report_names_the_file_that_it_cannot_use(good, tmp_path, file, text):
 
 def test_a_converted_folder_has_no_results_of_the_one_before(good, tmp_path):
     folder = shutil.copytree(good["gptq"], tmp_path / "out")
-    for name in ("report.html", evaluate.RESULT_FILE):
+    for name in ("report.html", EVALUATION):
         (folder / name).write_text("{}")
     convert(folder, "gptq-v2", tmp_path / "converted")
-    assert not {"report.html", evaluate.RESULT_FILE} & {
-        file.name for file in (tmp_path / "converted").iterdir()
-    }
+    assert not {"report.html", EVALUATION} & {file.name for file in (tmp_path / "converted").iterdir()}
     assert verify.verify(tmp_path / "converted").ok

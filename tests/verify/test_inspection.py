@@ -3,7 +3,7 @@
 import pytest
 
 from lowbit import inspection, pipeline
-from lowbit.errors import SourceError
+from lowbit.errors import RecipeError, SourceError
 from lowbit.recipe import Recipe
 
 
@@ -103,3 +103,11 @@ def test_without_a_gpu_the_kernel_table_says_so(build_llama, tmp_path):
 def test_a_plain_model_is_refused(build_llama):
     with pytest.raises(SourceError, match="not quantized"):
         inspection.inspect(build_llama())
+
+
+def test_an_architecture_that_is_none_is_refused(build_llama, tmp_path):
+    pipeline.quantize(build_llama(), tmp_path / "out", Recipe(method="rtn"))
+    with pytest.raises(RecipeError, match="--arch hopper"):
+        inspection.inspect(tmp_path / "out", arch="hopper")
+    # asking for one asks for its kernels
+    assert inspection.inspect(tmp_path / "out", arch="gfx942").kernels

@@ -10,7 +10,7 @@ import pytest
 
 from lowbit import evaluate, pipeline, report, verify
 from lowbit.errors import OutputError, SourceError
-from lowbit.folder import KERNELS
+from lowbit.folder import EVALUATION, KERNELS
 from lowbit.recipe import Recipe
 
 # as lowbit_kernels.tables.write_table writes them
@@ -112,11 +112,11 @@ def test_tasks_and_scores_without_a_source_have_their_columns(page, tmp_path):
     out, html = page
     assert '<th class="number">KL p99</th>' in html
     folder = shutil.copytree(out, tmp_path / "out")
-    result = json.loads((folder / evaluate.RESULT_FILE).read_text())
+    result = json.loads((folder / EVALUATION).read_text())
     for scores in (result["total"], *result["domains"].values()):
         scores |= dict.fromkeys(("source_perplexity", "kl_mean", "kl_error", "kl_p99", "top1"))
     result["tasks"] = {"arc_<easy>": {"acc": 0.5, "acc_stderr": 0.125}}
-    (folder / evaluate.RESULT_FILE).write_text(json.dumps(result))
+    (folder / EVALUATION).write_text(json.dumps(result))
     html = report.report(folder).read_text()
     assert "KL p99" not in html
     assert '<td class="name">arc_&lt;easy&gt;</td><td>acc</td><td class="number">0.5000</td>' in html

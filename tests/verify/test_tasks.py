@@ -81,3 +81,8 @@ def test_without_what_it_needs_it_says_how_to_install_it(monkeypatch, there, ins
     monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: name if name in there else None)
     with pytest.raises(RecipeError, match=f"run `pip install {install}`"):
         tasks.load_tasks(["arc_easy"])
+
+
+def test_a_limit_of_examples_without_tasks_is_refused(build_llama):
+    with pytest.raises(RecipeError, match="--limit counts examples of --tasks"):
+        evaluate.evaluate(build_llama(), limit=8)

@@ -49,7 +49,7 @@ RECIPE_FLAGS: dict[str, Any] = {
         list[str],
         "every decoder linear",
         LAYERS,
-        "Quantize only these: an exact tensor name or re:REGEX. Repeatable.",
+        "Quantize only these: a name, its last parts (mlp.down_proj) or re:REGEX from its start. Repeatable.",
         "PATTERN",
     ),
     "exclude": _flag(
