@@ -2,10 +2,11 @@
 
     python benchmarks/synthetic.py build/eight --blocks 4
     cp TOKENIZER_FOLDER/tokenizer* build/eight
-    python benchmarks/memory.py build/eight --json results/memory-gptq.json
+    python benchmarks/memory.py build/eight --samples 2 --seqlen 64 --json results/memory-gptq.json
+    python benchmarks/memory.py build/eight --device cuda --json results/memory-gptq-h200.json
 
-The weights are random, a tokenizer of at most 32,000 tokens does. The peak (VmHWM) is read when a block is
-done and set back, so that what grows with the number of blocks would show.
+The weights are random, a tokenizer of at most 32,000 tokens does. The host's peak (VmHWM), the GPU's and the
+time are read when a block is done; the peaks are set back, so that what grows with the number of blocks shows.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ def memory_mib(key: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--samples", type=int, default=2)
-    parser.add_argument("--seqlen", type=int, default=64)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--samples", type=int)
+    parser.add_argument("--seqlen", type=int)
     parser.add_argument("--solver", type=json.loads, default={}, help='JSON, e.g. {"rounds": 1}')
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    recipe = Recipe(samples=args.samples, seqlen=args.seqlen, solver=args.solver, device="cpu")
-    block_bytes, peaks = 0, []
+    recipe = Recipe(samples=args.samples, seqlen=args.seqlen, solver=args.solver, device=args.device)
+    cuda = args.device == "cuda"
+    block_bytes, peaks, gpu_peaks, seconds = 0, [], [], []
     started = time.perf_counter()
 
     def seen(event: events.Event) -> None:
@@ -54,25 +57,33 @@ def main() -> None:
             block_bytes = sum(sizes)
         if isinstance(event, events.LayerDone) and event.name.endswith("mlp.down_proj.weight"):
             peaks.append(round(memory_mib("VmHWM")))
+            seconds.append(round(time.perf_counter() - started, 2))
             Path("/proc/self/clear_refs").write_text("5")
-            print(event.name, peaks[-1], f"{time.perf_counter() - started:.0f} s", flush=True)
+            if cuda:
+                gpu_peaks.append(round(torch.cuda.max_memory_allocated() / 2**20))
+                torch.cuda.reset_peak_memory_stats()
+            print(event.name, peaks[-1], f"{seconds[-1]:.1f} s", flush=True)
 
     baseline = memory_mib("VmRSS")
     with tempfile.TemporaryDirectory(dir=args.model.parent) as folder:
-        quantize(args.model, Path(folder) / "out", recipe, on_event=seen)
+        summary = quantize(args.model, Path(folder) / "out", recipe, on_event=seen)
+        calibration = json.loads((Path(folder) / "out" / "lowbit.json").read_text())["calibration"]
         shutil.rmtree(Path(folder) / "out")
     report = {
         "model": f"{len(peaks)} random blocks of Llama-3.1-8B's shapes",
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
         "versions": {"lowbit": lowbit.__version__, "torch": torch.__version__},
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "tokens": [args.samples, args.seqlen],
+        "calibration": calibration,
         "solver": args.solver,
         "threads": torch.get_num_threads(),
         "block_mib": round(block_bytes / 2**20),
         "baseline_mib": round(baseline),
         "peak_mib_by_block": peaks,
         "peak_over_baseline_mib": round(max(peaks) - baseline),
-        "seconds": round(time.perf_counter() - started),
+        "gpu_peak_mib_by_block": gpu_peaks or None,
+        "seconds_at_end_of_block": seconds,
+        "seconds": round(summary["seconds"], 1),
     }
     print(json.dumps(report))
     if args.json:
