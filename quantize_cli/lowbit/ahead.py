@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 # Bytes in work at a time. A larger unit is worked on alone.
 IN_FLIGHT_BYTES = 768 << 20
-WORKERS = min(4, os.cpu_count() or 1)
+WORKERS = min(8, os.cpu_count() or 1)
 
 
 def workers() -> ThreadPoolExecutor:

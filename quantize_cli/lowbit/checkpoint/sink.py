@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-SHARD_BYTES = 5_000_000_000
+# What a shard holds at least and at most; sixteen in between. The last one is hashed when all else is done.
+LEAST_SHARD, MOST_SHARD, SHARDS = 1_000_000_000, 5_000_000_000, 16
 # room for a header: for each announced unit four tensors, of ~150 bytes and the unit's name; but no more than
 # some 25 000 tensors need
 UNIT_ROOM, MOST_ROOM, UNANNOUNCED_ROOM = 600, 1 << 22, 1 << 20
@@ -129,13 +130,14 @@ class Sink:
         overwrite: bool = False,
         resume: bool = True,
         expected_bytes: int = 0,
-        shard_bytes: int = SHARD_BYTES,
+        shard_bytes: int | None = None,
     ) -> None:
         """Touch nothing yet.
 
         plan_key: all that decides the bytes, as JSON; a killed run continues only under the same.
         source: the model's folder; copy_file keeps paths inside it.  inputs: more files that must survive.
         units: what will be written, to size headers.  expected_bytes: what must be free on the disk.
+        shard_bytes: the most that a shard holds; by expected_bytes if None.
         """
         with _explained(out):
             self.out = Path(os.path.realpath(out))
@@ -146,7 +148,8 @@ class Sink:
         self._source = Path(os.path.realpath(source)) if source else None
         self._inputs = inputs
         self._overwrite, self._resume = overwrite, resume
-        self._expected_bytes, self._shard_bytes = expected_bytes, shard_bytes
+        self._expected_bytes = expected_bytes
+        self._shard_bytes = shard_bytes or min(MOST_SHARD, max(LEAST_SHARD, expected_bytes // SHARDS))
         self._room = _room(units)
         self._shards: list[DataFile] = []
         self._names: set[str] = set()
