@@ -6,7 +6,7 @@
     python benchmarks/memory.py build/eight --device cuda --json results/memory-gptq-h200.json
 
 The weights are random, a tokenizer of at most 32,000 tokens does. The host's peak (VmHWM), the GPU's and the
-time are read when a block is done; the peaks are set back, so that what grows with the number of blocks shows.
+time are read when a block is done; peaks are set back, so that what grows with the number of blocks shows.
 """
 
 from __future__ import annotations
