@@ -26,10 +26,14 @@ SPLIT_K · M · N · 8 for the split.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import re
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -1290,39 +1294,80 @@ def padded_x(x: Tensor, padded_k: int) -> Tensor:
 
 
 # Counters of running split-K kernels, all 0 between launches. A device has one block of them, zeroed when its
-# first weight is repacked: memory taken later may belong to the pool of a graph. Streams take a part each, so
-# that they never share one, and so does every captured launch, since a graph may replay on any stream.
-_COUNTERS = 1 << 20
+# first weight is repacked: memory taken later may belong to the pool of a graph. A stream has a region of it,
+# which its launches use one after the other, and so has every stream of a capture, since graphs may replay
+# side by side.
+_COUNTERS, _REGION = 1 << 20, 1 << 12
 _unused_counters: dict[int, Tensor] = {}
-_stream_counters: dict[tuple[int, int], Tensor] = {}
+_regions: dict[tuple[int, int, int], Tensor] = {}
+_counters_lock = threading.Lock()
+_lent: ContextVar[Tensor | None] = ContextVar("counters lent to this thread", default=None)
 
 
 def _reserve_counters(device: torch.device) -> None:
-    if device.index not in _unused_counters:
-        _unused_counters[device.index] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()
+    with _counters_lock:
+        if device.index not in _unused_counters:
+            _unused_counters[device.index] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+            torch.cuda.current_stream(device).synchronize()
 
 
 @contextmanager
 def lent_counters() -> Iterator[None]:
-    """Graphs captured inside give their counters back at the end; they must not outlive it."""
-    before = dict(_unused_counters)
+    """Launches of this thread inside share counters of their own.
+
+    Graphs that are captured inside replay one at a time and must not outlive it.
+    """
+    token = _lent.set(torch.zeros(1 << 16, dtype=torch.int32, device="cuda"))
+    torch.cuda.current_stream().synchronize()
     try:
         yield
     finally:
-        _unused_counters.update(before)
+        _lent.reset(token)
 
 
-def _take_counters(device: torch.device, count: int) -> Tensor:
-    """`count` zeros of the block, or of their own where it is used up or was never reserved.
+def _counters(device: torch.device, count: int) -> Tensor:
+    """`count` zeros for a launch in the current stream, which leaves them so.
 
-    The latter is right in a graph as well, which clears them at each replay.
+    A capture gets zeros of its own for each launch, which its graph clears at each replay, where the block is
+    used up or was never reserved.
     """
-    unused = _unused_counters.get(device.index)
-    if unused is None or unused.numel() < count:
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    _unused_counters[device.index] = unused[count:]
-    return unused[:count]
+    lent = _lent.get()
+    if lent is not None and lent.device == device and lent.numel() >= count:
+        return lent[:count]
+    stream = torch.cuda.current_stream(device).cuda_stream
+    capture = _capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0
+    if not capture:
+        _reserve_counters(device)
+    key, size = (device.index, stream, capture), max(count, _REGION)
+    with _counters_lock:
+        region = _regions.get(key)
+        if region is None or region.numel() < count:
+            unused = _unused_counters.get(device.index)
+            if unused is not None and unused.numel() >= size:
+                region, _unused_counters[device.index] = unused[:size], unused[size:]
+            elif capture:
+                return torch.zeros(count, dtype=torch.int32, device=device)
+            else:
+                region = torch.zeros(size, dtype=torch.int32, device=device)
+            _regions[key] = region
+    return region[:count]
+
+
+def _capture_of(stream: int) -> int:
+    """Number of the capture that a stream is part of, which no other capture of this process has."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    if _capture_info()(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None):
+        raise RuntimeError("the driver does not tell which graph a stream is captured in")
+    return number.value
+
+
+@functools.cache
+def _capture_info() -> Any:
+    """The driver's function of a stream, pointers to status and number, and three that may be null."""
+    if torch.version.hip:
+        return ctypes.CDLL("libamdhip64.so").hipStreamGetCaptureInfo_v2
+    library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    return ctypes.CDLL(library).cuStreamGetCaptureInfo_v2
 
 
 def workspace(out: Tensor, split_k: int, tiles: int, cells: int) -> tuple[Tensor, Tensor]:
@@ -1332,15 +1377,7 @@ def workspace(out: Tensor, split_k: int, tiles: int, cells: int) -> tuple[Tensor
     partial = torch.empty(cells, dtype=torch.float32, device=out.device)
     if not out.is_cuda:
         return partial, torch.zeros(tiles, dtype=torch.int32, device=out.device)
-    if torch.cuda.is_current_stream_capturing():
-        return partial, _take_counters(out.device, tiles)
-    _reserve_counters(out.device)
-    key = out.device.index, torch.cuda.current_stream(out.device).cuda_stream
-    counters = _stream_counters.get(key)
-    if counters is None or counters.numel() < tiles:
-        counters = _take_counters(out.device, max(tiles, 1 << 14))
-        _stream_counters[key] = counters
-    return partial, counters
+    return partial, _counters(out.device, tiles)
 
 
 def _power_of_two(value: int) -> int:

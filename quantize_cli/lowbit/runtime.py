@@ -200,7 +200,9 @@ class QuantExperts(nn.Module):
         it; many tokens, and experts that differ in scheme, go expert by expert.
         """
         pairs = top_k_index.numel()
-        if self.stacks is not None and 0 < pairs <= ROUTED_PAIRS and hidden_states.element_size() == 2:
+        few = 0 < pairs <= ROUTED_PAIRS and hidden_states.element_size() == 2
+        # accelerate moves the linears, of whose weights the stacks are then no longer the memory
+        if few and self.stacks is not None and self.stacks[0].words.device == hidden_states.device:
             gate_up, down = self.stacks
             routes = route(top_k_index, len(self.down))
             gate, up = gate_up(hidden_states, routes, pairs).chunk(2, dim=-1)

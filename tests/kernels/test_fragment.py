@@ -5,7 +5,9 @@ The truth never sees a word: it starts from the codes, and the stored words come
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import kernel_truth as truth
 import pytest
@@ -364,3 +366,71 @@ def test_timing_gives_counters_back():
     before = {device: counters.numel() for device, counters in fragment._unused_counters.items()}
     time_graph(lambda i: launch(problem, weight, config), 2)
     assert {device: counters.numel() for device, counters in fragment._unused_counters.items()} == before
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """fragment's counters as on a GPU of 3 regions, whose current stream and capture the test sets."""
+    now = SimpleNamespace(cuda_stream=7, capture=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capture > 0)
+    monkeypatch.setattr(fragment, "_capture_of", lambda stream: now.capture)
+    block = torch.zeros(3 * fragment._REGION, dtype=torch.int32)
+    monkeypatch.setattr(fragment, "_unused_counters", {None: block})
+    monkeypatch.setattr(fragment, "_regions", {})
+    now.block = block
+    return now
+
+
+def test_launches_share_counters_only_where_they_are_ordered(streams):
+    def first_of(stream: int, capture: int, count: int = 100) -> int:
+        streams.cuda_stream, streams.capture = stream, capture
+        counters = fragment._counters(torch.device("cpu"), count)
+        assert counters.numel() == count
+        assert not counters.any()
+        return (counters.data_ptr() - streams.block.data_ptr()) // 4
+
+    # one stream; the same stream in a capture; the next capture of it
+    assert [first_of(7, 0), first_of(7, 1), first_of(7, 0), first_of(7, 1)] == [0, 4096, 0, 4096]
+    assert first_of(7, 2, 4096) == 8192
+    # used up: zeros of their own, which a graph clears, and which a stream keeps
+    within = range(streams.block.numel())
+    assert first_of(8, 2) not in within
+    assert len({first_of(8, 0), first_of(8, 0, 50)} - {*within}) == 1
+    assert first_of(7, 0, 5000) not in within
+
+
+def test_lent_counters_are_those_of_one_thread(streams, monkeypatch):
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **rest: torch.full(shape, 0, **rest))
+    streams.synchronize = lambda: None
+    outside = fragment._counters(torch.device("cpu"), 8)
+    with fragment.lent_counters():
+        lent = [fragment._counters(torch.device("cpu"), 8).data_ptr() for streams.capture in (1, 2)]
+        streams.capture = 0
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(fragment._counters, torch.device("cpu"), 8).result()
+    assert lent[0] == lent[1] != outside.data_ptr()
+    assert other.data_ptr() == outside.data_ptr() == fragment._counters(torch.device("cpu"), 8).data_ptr()
+    assert fragment._unused_counters[None].numel() == 2 * fragment._REGION
+
+
+@pytest.mark.gpu
+def test_launches_of_a_graph_share_counters():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    config = decode(split_k=4)
+    problem = make_problem(Case(5, 4096, 2048, 128, config), "cuda")
+    weight = prepare(problem.weight)
+    expected = launch(problem, weight, config)
+    for _ in range(2):
+        before = fragment._unused_counters[0].numel()
+        outs = [torch.full_like(expected, float("nan")) for _ in range(20)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for out in outs:
+                VARIANTS[config.variant].launch(problem.x, weight, None, out, config)
+        assert fragment._unused_counters[0].numel() == before - fragment._REGION
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out in outs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -71,4 +73,12 @@ def test_the_linears_share_the_memory_of_the_stack():
 def test_experts_that_differ_in_scheme_go_one_by_one():
     experts, dense = make([4, 8] * (EXPERTS // 2))
     assert experts.stacks is None
+    assert_right(experts, dense, 5)
+
+
+def test_experts_that_accelerate_moved_go_one_by_one():
+    experts, dense = make([4] * EXPERTS)
+    assert experts.stacks is not None
+    left_behind = [replace(stack, words=stack.words.to("meta")) for stack in experts.stacks]
+    experts.stacks = (left_behind[0], left_behind[1])
     assert_right(experts, dense, 5)
