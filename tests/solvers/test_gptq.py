@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit.errors import RecipeError
-from lowbit.hessian import LayerStats
+from lowbit.hessian import LayerStats, factor
 from lowbit.scheme import QuantizedTensor, QuantScheme
 from lowbit.solvers import columns, gptq, rtn
 
@@ -135,6 +135,38 @@ def test_every_step_lowers_the_objective(bits, symmetric):
         q = gptq.solve(weight, scheme, stats, dataclasses.replace(least, rounds=rounds, passes=passes))
         found.append(losses(q, weight, stats.hessian).sum())
     assert all(after < before for before, after in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize("k", [48, 300])
+def test_losses_are_those_without_the_damping(k):
+    """By the factor of the damped Hessian in another order of columns, against the product with H itself."""
+    hessian, gap = stats_of(correlated_inputs(3 * k, k)).hessian, randn(k, 7, seed=4)
+    order = torch.argsort(hessian.diagonal(), descending=True)
+    found = factor(hessian[order][:, order], 0.1)
+    ridge = 0.1 * hessian.diagonal().mean().item()
+    damped = columns.Damped(found.root, ridge, order)
+    wanted = (gap.double() * (hessian.double() @ gap.double())).sum(0)
+    torch.testing.assert_close(damped.losses(gap).double(), wanted, rtol=1e-4, atol=0)
+    # a part of the sum is enough to see that no row is below its limit, and not enough if one is
+    low, high = 0.5 * wanted.float(), 2 * wanted.float()
+    assert (damped.losses(gap, limit=low) >= low).all()
+    mixed = torch.cat([high[:1], low[1:]])
+    torch.testing.assert_close(damped.losses(gap, limit=mixed).double(), wanted, rtol=1e-4, atol=0)
+    planted = columns.Damped(found.root, 0.0, order)
+    assert (planted.losses(gap).double() > 1.01 * wanted).all()
+
+
+@pytest.mark.parametrize("k", [40, 300])
+def test_gptq_knows_the_loss_of_its_codes(k):
+    hessian, target = stats_of(correlated_inputs(3 * k, k)).hessian, randn(k, 6)
+    root = torch.linalg.cholesky(hessian.double().flip(0, 1)).flip(0, 1)
+    group = torch.arange(k) // (k // 4)
+    grid = columns.Grid(torch.full((4, 6), 0.3), torch.full((4, 6), -8.0), torch.full((4, 6), 7.0), group)
+    codes, losses = columns.gptq(target, root.float(), grid)
+    gap = codes.double() * 0.3 - target.double()
+    torch.testing.assert_close(losses.double(), (gap * (hessian.double() @ gap)).sum(0), rtol=1e-3, atol=0)
+    gap[3, 2] += 0.3
+    assert not torch.allclose(losses.double(), (gap * (hessian.double() @ gap)).sum(0), rtol=1e-3)
 
 
 def test_descent_ends_where_no_single_code_can_improve():

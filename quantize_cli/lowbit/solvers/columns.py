@@ -36,31 +36,38 @@ class Grid:
     high: Tensor
     group: Tensor
 
-    def rows(self, columns: Tensor | slice) -> tuple[Tensor, Tensor, Tensor]:
-        """step, low and high of the given columns, [columns, N] each."""
-        group = self.group[columns]
-        return self.step[group], self.low[group], self.high[group]
+    def of(self, columns: Tensor | slice) -> Grid:
+        """The grid of the given columns, in their order."""
+        return replace(self, group=self.group[columns])
 
 
-def reorder(grid: Grid, order: Tensor) -> Grid:
-    """The same grid for columns taken in another order."""
-    return replace(grid, group=grid.group[order])
+def grouped(x: Tensor, grid: Grid) -> Tensor:
+    """x [K, N] as [G, K / G, N], for groups that are contiguous and equally wide."""
+    return x.view(len(grid.step), -1, x.shape[1])
 
 
-def round_block(
-    target: Tensor, base: Tensor, feed: Tensor, step: Tensor, low: Tensor, high: Tensor, codes: Tensor
-) -> Tensor:
+def gap_of(codes: Tensor, target: Tensor, grid: Grid) -> Tensor:
+    """v - w* [K, N] of codes, for groups that are contiguous and equally wide."""
+    values = grouped(codes, grid) * grid.step[:, None]
+    return values.view(codes.shape).sub_(target)
+
+
+def round_block(target: Tensor, base: Tensor, feed: Tensor, grid: Grid, codes: Tensor) -> Tensor:
     """Run the loop above over the B columns of one block; return δ [B, N].
 
     target: [B, N], consumed.  base: [B, N].  feed: [B, B], used above the diagonal.
-    step, low, high: [B, N].  codes: [B, N], written.
+    grid: of these columns.  codes: [B, N], written.
     """
     if target.is_cuda:
         from lowbit_kernels.solve import round_block as kernel
 
+        step, low, high = (x[grid.group] for x in (grid.step, grid.low, grid.high))
         return kernel(target, base, feed, step, low, high, codes)
-    with _one_thread():
-        return _round_block_cpu(target, base, feed, step, low, high, codes)
+    delta = torch.empty_like(target)
+    # a column is little arithmetic: leaving out what autograd would need to know is a quarter of the time
+    with _one_thread(), torch.inference_mode():
+        _round_block_cpu(target, base, feed, grid, codes, delta)
+    return delta
 
 
 @contextmanager
@@ -92,50 +99,53 @@ def _one_thread() -> Iterator[None]:
 
 
 def _round_block_cpu(
-    target: Tensor, base: Tensor, feed: Tensor, step: Tensor, low: Tensor, high: Tensor, codes: Tensor
-) -> Tensor:
-    """round_block in PyTorch."""
+    target: Tensor, base: Tensor, feed: Tensor, grid: Grid, codes: Tensor, delta: Tensor
+) -> None:
+    """round_block in PyTorch; delta [B, N] is written."""
     width = target.shape[0]
-    delta = torch.empty_like(target)
-    against = base.neg()
     # one list per operand: indexing a tensor costs as much as the arithmetic on a column
-    t, s, lo, hi, q, d, b = (x.unbind(0) for x in (target, step, low, high, codes, delta, against))
+    t, q, d, b = (x.unbind(0) for x in (target, codes, delta, base.neg()))
+    steps, lows, highs = (x.unbind(0) for x in (grid.step, grid.low, grid.high))
+    group = grid.group.tolist()
     weights = feed[:, :, None]
     for first in range(0, width, _STRIP):
         last = min(first + _STRIP, width)
         for j in range(first, last):
-            torch.div(t[j], s[j], out=q[j]).round_().clamp_(lo[j], hi[j])
-            torch.addcmul(b[j], q[j], s[j], out=d[j])
+            step = steps[group[j]]
+            torch.div(t[j], step, out=q[j]).round_().clamp_(lows[group[j]], highs[group[j]])
+            torch.addcmul(b[j], q[j], step, out=d[j])
             if j + 1 < last:
                 target[j + 1 : last].addcmul_(weights[j, j + 1 : last], d[j])
         if last < width:
             target[last:].addmm_(feed[first:last, last:].T, delta[first:last])
-    return delta
 
 
-def gptq(target: Tensor, root: Tensor, grid: Grid) -> Tensor:
-    """GPTQ over all columns in the order given; return signed codes [K, N].
+def gptq(target: Tensor, root: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """GPTQ over all columns in the order given; return signed codes [K, N], and |(v - w*) root|² [N].
 
     target: [K, N] W*ᵀ.  root: [K, K] upper, root rootᵀ = damped H.
     """
     codes, delta = torch.empty_like(target), torch.empty_like(target)
+    losses = target.new_zeros(target.shape[1])
     for first in range(0, target.shape[0], BLOCK):
         block = slice(first, min(first + BLOCK, target.shape[0]))
-        feed = root[: block.stop, block] / -root.diagonal()[block]
-        moved = target[block].clone()
-        if first:
-            moved.addmm_(feed[:first].T, delta[:first])
-        delta[block] = round_block(moved, target[block], feed[first:], *grid.rows(block), codes=codes[block])
-    return codes
+        diagonal = root.diagonal()[block, None]
+        within = root[block, block]
+        carried = root[:first, block].T @ delta[:first]
+        moved = torch.addcdiv(target[block], carried, diagonal, value=-1)
+        feed = within / -root.diagonal()[block]
+        delta[block] = round_block(moved, target[block], feed, grid.of(block), codes[block])
+        losses += carried.addmm_(within.T, delta[block]).square_().sum(0)
+    return codes, losses
 
 
 def descend(codes: Tensor, target: Tensor, hessian: Tensor, grid: Grid) -> None:
     """One pass of coordinate descent over codes [K, N], in place: each code takes the best value for the
     others as they are. tr((V - W*) H (V - W*)ᵀ) does not increase.
 
-    target: [K, N] W*ᵀ.  hessian: [K, K].
+    target: [K, N] W*ᵀ.  hessian: [K, K].  Groups are contiguous and equally wide.
     """
-    gap = codes * grid.step[grid.group] - target
+    gap = gap_of(codes, target, grid)
     for first in range(0, target.shape[0], BLOCK):
         block = slice(first, min(first + BLOCK, target.shape[0]))
         diagonal = hessian.diagonal()[block]
@@ -143,7 +153,7 @@ def descend(codes: Tensor, target: Tensor, hessian: Tensor, grid: Grid) -> None:
         with _tensor_cores():
             moved = torch.addmm(base, hessian[block] / -diagonal[:, None], gap)
         feed = hessian[block, block] / -diagonal
-        gap[block] += round_block(moved, base, feed, *grid.rows(block), codes=codes[block])
+        gap[block] += round_block(moved, base, feed, grid.of(block), codes[block])
 
 
 def refit_scales(codes: Tensor, aim: Tensor, hessian: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
@@ -181,27 +191,50 @@ def refit_scales(codes: Tensor, aim: Tensor, hessian: Tensor, grid: Grid, dtype:
 
 
 def nearest_codes(target: Tensor, grid: Grid) -> Tensor:
-    """Signed codes [K, N] of target rounded to nearest."""
-    step, low, high = grid.rows(slice(None))
-    return (target / step).round_().clamp_(low, high)
+    """Signed codes [K, N] of target rounded to nearest, for groups that are contiguous and equally wide."""
+    codes = grouped(target, grid) / grid.step[:, None]
+    return codes.round_().clamp_(grid.low[:, None], grid.high[:, None]).view(target.shape)
 
 
-def row_losses(codes: Tensor, target: Tensor, hessian: Tensor, ridge: float, grid: Grid) -> Tensor:
-    """(v - w*) (H - ridge I) (v - w*)ᵀ of every row, [N]."""
-    gap = codes * grid.step[grid.group] - target
-    return (gap * torch.addmm(gap, hessian, gap, beta=-ridge)).sum(0)
+@dataclass(frozen=True)
+class Damped:
+    """H, as what it is damped by and the factor of that.
+
+    root: [K, K] upper, of H + ridge I with columns in `order`.  order: [K] int64.
+    """
+
+    root: Tensor
+    ridge: float
+    order: Tensor
+
+    def undamp(self, losses: Tensor, gap: Tensor) -> Tensor:
+        """gap H gapᵀ of every row of gap [K, N], from |gap root|² [N]."""
+        return losses - self.ridge * gap.square().sum(0)
+
+    def losses(self, gap: Tensor, limit: Tensor | None = None) -> Tensor:
+        """gap H gapᵀ of every row of gap [K, N], [N]; with limit [N] no more of the sum than shows that no
+        row stays below it."""
+        ordered = gap.index_select(0, self.order)
+        losses = self.undamp(gap.new_zeros(gap.shape[1]), gap)
+        for first in range(0, len(gap), BLOCK):
+            block = slice(first, min(first + BLOCK, len(gap)))
+            losses += (self.root[: block.stop, block].T @ ordered[: block.stop]).square_().sum(0)
+            if limit is not None and bool((losses >= limit).all()):
+                break
+        return losses
 
 
 def better_rows(
-    first: tuple[Tensor, Grid], second: tuple[Tensor, Grid], target: Tensor, hessian: Tensor, ridge: float
+    codes: Tensor, grid: Grid, losses: Tensor, target: Tensor, nearest: Grid, hessian: Damped
 ) -> tuple[Tensor, Grid]:
-    """Of two solutions (codes, grid), the one with the smaller row_losses, row by row; ties to the first."""
-    losses = [row_losses(codes, target, hessian, ridge, grid) for codes, grid in (first, second)]
-    swap = losses[1] < losses[0]
-    (codes, grid), (other, other_grid) = first, second
-    return torch.where(swap, other, codes), replace(
+    """codes [K, N] and grid, but rows whose loss [N] is above that of rounding to `nearest` are rounded."""
+    rounded = nearest_codes(target, nearest)
+    swap = hessian.losses(gap_of(rounded, target, nearest), limit=losses) < losses
+    if not swap.any():
+        return codes, grid
+    return torch.where(swap, rounded, codes), replace(
         grid,
-        step=torch.where(swap, other_grid.step, grid.step),
-        low=torch.where(swap, other_grid.low, grid.low),
-        high=torch.where(swap, other_grid.high, grid.high),
+        step=torch.where(swap, nearest.step, grid.step),
+        low=torch.where(swap, nearest.low, grid.low),
+        high=torch.where(swap, nearest.high, grid.high),
     )

@@ -135,7 +135,7 @@ def _prepare(stats: LayerStats, options: Options) -> _Shared:
     order = torch.arange(len(dead), device=dead.device)
     if options.act_order:
         order = torch.argsort(stats.hessian.diagonal(), descending=True, stable=True)
-    ordered = hessian[order[:, None], order]
+    ordered = hessian.index_select(0, order).index_select(1, order)
     wanted = [options.damping]
     if stats.cross is not None and options.correction and options.correction_damping != options.damping:
         wanted.append(options.correction_damping)
@@ -195,17 +195,20 @@ def _solve_rows(
         grid = grid_of(*search_grid(target.T, scheme, norm=2.0, importance=importance))
 
     order = shared.order
-    codes = torch.empty_like(target)
-    codes[order] = columns.gptq(target[order], shared.root, columns.reorder(grid, order))
+    ordered, losses = columns.gptq(target.index_select(0, order), shared.root, grid.of(order))
+    codes = torch.empty_like(target).index_copy_(0, order, ordered)
     if options.rounds:
         aim = shared.hessian @ target
     for _ in range(options.rounds):
         grid = replace(grid, step=columns.refit_scales(codes, aim, shared.hessian, grid, dtype))
         for _ in range(options.passes):
             columns.descend(codes, target, shared.hessian, grid)
-    codes, grid = columns.better_rows(
-        (codes, grid), (columns.nearest_codes(target, nearest), nearest), target, shared.hessian, shared.ridge
-    )
+    damped = columns.Damped(shared.root, shared.ridge, order)
+    gap = columns.gap_of(codes, target, grid)
+    losses = damped.losses(gap) if options.rounds else damped.undamp(losses, gap)
+    codes, grid = columns.better_rows(codes, grid, losses, target, nearest, damped)
     zero = -grid.low
-    codes = (codes + zero[group]).to(torch.uint8)
+    shifted = columns.grouped(codes, grid) + (zero - 128)[:, None]
+    # int8 is a faster conversion than uint8 by far
+    codes = shifted.view(codes.shape).to(torch.int8).view(torch.uint8) ^ 128
     return codes.T.contiguous(), grid.step.T.to(dtype).contiguous(), zero.T.to(torch.uint8).contiguous()

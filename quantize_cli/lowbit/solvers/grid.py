@@ -52,11 +52,13 @@ def range_grid(weight: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
 
     Raises ValueError if a scale is not finite in the stored dtype.
     """
-    grouped = weight.float().unflatten(1, (-1, scheme.width(weight.shape[1])))
+    # columns first: what a calibrated solver holds is contiguous that way, and so are the lanes of a minimum
+    grouped = weight.float().T.unflatten(0, (-1, scheme.width(weight.shape[1])))
     dtype = getattr(torch, scheme.scale_dtype)
-    scale, zero = group_grid(grouped.amin(-1), grouped.amax(-1), scheme.bits, scheme.symmetric, dtype)
+    scale, zero = group_grid(grouped.amin(1), grouped.amax(1), scheme.bits, scheme.symmetric, dtype)
+    scale = scale.T
     require_finite(scale)
-    return scale, zero
+    return scale, zero.T
 
 
 def search_grid(
