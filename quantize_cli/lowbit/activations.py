@@ -43,7 +43,8 @@ class Workspace:
         return torch.from_numpy(data)[:nbytes].view(dtype).view(shape)
 
     def take(self, nbytes: int) -> bool:
-        """Whether so many bytes may be held in memory besides; they count until the end of the scope."""
+        """Whether so many bytes may be held in memory besides; they count until the end of the scope, or
+        until a negative number gives them back."""
         if nbytes > self.left:
             return False
         self.left -= nbytes

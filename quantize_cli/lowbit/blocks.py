@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,13 @@ Check = Callable[[str, Tensor], None]
 
 # the widest activation of one forward stays within this; a batch that followed free memory would give other
 # bytes on another day
-_BATCH_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
+_BATCH_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 
 # Hessians of experts that are measured in one pass stay within this
 _EXPERT_BYTES = 2 << 30
+
+# tokens of the first row that show how a block is made
+_PROBE_TOKENS = 64
 
 # an expert that fewer tokens reach is left to rounding: its Hessian would say nothing
 EXPERT_FLOOR = 32
@@ -181,7 +184,8 @@ class Engine:
                 self.layers[block].append(layer)
         self.batches = _split_rows(rows, layers, device)
         self.first_block = 0
-        self.calls: dict[int, list[_Call]] = {}
+        # by rows and tokens
+        self.calls: dict[tuple[int, int], list[_Call]] = {}
         self.quantized = workspace.empty((*rows.shape, self.skeleton.width), self.dtype)
         self.full = (
             workspace.empty((*rows.shape, self.skeleton.width), self.dtype) if following.target else None
@@ -235,14 +239,16 @@ class Engine:
         probe.load()
         form = probe.form(self._shell(self.rows[:1], [first], None)[0])
         probe.unload()
-        for size in {1, *(batch.stop - batch.start for batch in self.batches)}:
-            self.calls[size] = self._shell(self.rows[:size], self.names, form)
+        length = self.rows.shape[1]
+        sizes = {(1, length), (1, min(length, _PROBE_TOKENS))}
+        for count, tokens in sizes | {(batch.stop - batch.start, length) for batch in self.batches}:
+            self.calls[count, tokens] = self._shell(self.rows[:count, :tokens], self.names, form)
         self._check_calls(self._shell(self.rows[-1:], self.names, form))
         unload(model, [n for n in around if isinstance(_owner(model, n), nn.Embedding)])
 
     def _check_calls(self, other: list[_Call]) -> None:
         """Refuse a model that hands its blocks more of the tokens than hidden states."""
-        for name, a, b in zip(self.names, self.calls[1], other, strict=True):
+        for name, a, b in zip(self.names, self.calls[1, self.rows.shape[1]], other, strict=True):
             if not _same([a.args, a.kwargs], [b.args, b.kwargs]):
                 raise PlanError(
                     f"{self.source.name}: {name} is given more than hidden states of the tokens; calibration "
@@ -429,7 +435,11 @@ class Block:
             for name, seen in (entering or {}).items()
         ]
         try:
-            with torch.no_grad(), Products(self.params, self.engine.dtype, before, after, kept):
+            with (
+                torch.no_grad(),
+                nullcontext() if kept is None else kept.submodules(self.module),
+                Products(self.params, self.engine.dtype, before, after, kept),
+            ):
                 return self.module(hidden, *call.args, **call.kwargs)
         except _Enough:
             return None
@@ -440,7 +450,9 @@ class Block:
     def run(self, stream: Tensor, batch: slice, **callbacks: Any) -> Tensor | None:
         """The block's output [B, T, D] for a batch of a stream, None if a callback had seen enough."""
         hidden = stream[batch].to(self.engine.device, self.engine.dtype)
-        output = self.forward(hidden, self.engine.calls[len(hidden)][self.index], **callbacks)
+        output = self.forward(
+            hidden, self.engine.calls[hidden.shape[0], hidden.shape[1]][self.index], **callbacks
+        )
         return output[0] if isinstance(output, tuple) else output
 
     def form(self, call: _Call) -> Callable[[Tensor], Any]:
@@ -493,8 +505,16 @@ class Block:
         ]
 
     def _find_groups(self) -> list[_Group]:
-        """Run one row and see which products read the same input and which meet the residual stream."""
+        """Run the beginning of a row and see which products read the same input and which meet the residual
+        stream; the whole row if that leaves out a weight, as it may where each expert is a module."""
         stream = self.engine.quantized if self.engine.full is None else self.engine.full
+        groups = self._watch(stream[:, :_PROBE_TOKENS])
+        if self.params.keys() == {param for group in groups for param in group.params}:
+            return groups
+        return self._watch(stream)
+
+    def _watch(self, stream: Tensor) -> list[_Group]:
+        """The groups that the first row of a stream shows."""
         hidden = stream[:1].to(self.engine.device, self.engine.dtype)
         events: list[_Event] = []
 

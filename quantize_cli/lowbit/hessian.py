@@ -24,7 +24,7 @@ from torch import Tensor
 from lowbit.errors import CalibrationError
 
 # columns of H that one product fills: only panels on and above the diagonal are computed
-_PANEL = {"cpu": 256, "cuda": 2048}
+_PANEL = {"cpu": 128, "cuda": 2048}
 
 
 @dataclass(frozen=True)

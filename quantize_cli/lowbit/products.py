@@ -7,13 +7,15 @@ and can tell the parameter by its storage, whatever view of it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -44,18 +46,40 @@ _OPERANDS = {
 }
 
 
+@dataclass(frozen=True)
+class _Result:
+    """What a call gave. module: its name if it was a module's, None for a product or attention.
+
+    tensors: those in value.  versions: how often each had been written into.
+    """
+
+    module: str | None
+    value: Any
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum({t.untyped_storage().data_ptr(): t.nbytes for t in self.tensors}.values())
+
+    def untouched(self) -> bool:
+        return _versions(self.tensors) == self.versions
+
+
 class Kept:
     """Results of a module for one input, so that running it again goes on where weights may still change.
 
-    The costly calls of a run, products and attention, come in the same order in every run. Their results are
-    kept from the start of the run up to the first product with a weight that is not `settled`, as long as
-    `take` grants their bytes.
+    Products, attention and whole submodules come in the same order in every run. Their results are kept from
+    the start of the run up to the first product with a weight that is not `settled`, as long as `take` grants
+    their bytes (a negative number gives some back). A submodule's result stands for all inside it.
     """
 
     def __init__(self, settled: Callable[[str], bool], take: Callable[[int], bool]) -> None:
         self.settled, self.take = settled, take
-        self.results: list[tuple[Tensor, int]] = []
+        self.results: list[_Result] = []
         self.limit: int | None = None
+        # submodules whose results are written into afterwards
+        self.passed_on: set[str] = set()
         self.start()
 
     def start(self) -> None:
@@ -63,7 +87,7 @@ class Kept:
         self.at, self.following = 0, True
 
     def result(self, param: str | None, compute: Callable[[], Any]) -> Any:
-        """What compute returns, from an earlier run if that is known.
+        """What compute returns, a tensor, from an earlier run if that is known.
 
         param: the weight that it uses, None for none.
         """
@@ -71,22 +95,95 @@ class Kept:
         if not self.following:
             return compute()
         if self.at < len(self.results):
-            y, version = self.results[self.at]
-            if y._version == version:
+            known = self.results[self.at]
+            if known.untouched():
                 self.at += 1
-                return y
+                return known.value
             # the module writes into it: from here on nothing can be kept
+            self._forget(self.at)
             self.limit = self.at
-            del self.results[self.at :]
             self.following = False
             return compute()
         y = compute()
-        if self.take(y.nbytes):
-            self.results.append((y, y._version))
-            self.at += 1
-        else:
-            self.following = False
+        self.following = self._keep(_Result(None, y, (y,), (y._version,)))
         return y
+
+    @contextmanager
+    def submodules(self, module: nn.Module) -> Iterator[None]:
+        """Inside, calls of the modules in `module` are answered from earlier runs where that is possible."""
+        parts = [(name, part) for name, part in module.named_modules() if name]
+        own = {name: part.__dict__["forward"] for name, part in parts if "forward" in part.__dict__}
+        for name, part in parts:
+            # on the instance: a module's hooks are called by its class, before and after
+            part.__dict__["forward"] = partial(self._submodule, name, part.forward)
+        try:
+            yield
+        finally:
+            for name, part in parts:
+                del part.__dict__["forward"]
+                if name in own:
+                    part.__dict__["forward"] = own[name]
+
+    def _submodule(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        first = self.at
+        known = self.results[first] if self.following and first < len(self.results) else None
+        if known is not None and known.module == name:
+            if known.untouched():
+                self.at += 1
+                return known.value
+            self.passed_on.add(name)
+            self._forget(first)
+        given = list(_tensors([args, kwargs]))
+        before = _versions(given)
+        value = forward(*args, **kwargs)
+        parts = value if isinstance(value, tuple) else (value,)
+        found = tuple(_tensors(parts))
+        if (
+            self.following
+            and name not in self.passed_on
+            # anything else may hold more than is seen here
+            and all(part is None or isinstance(part, Tensor) for part in parts)
+            # a module that writes into what it is given, or hands it on, has to be run
+            and before == _versions(given)
+            and not _storages(given) & _storages(found)
+        ):
+            inside = self.results[first : self.at]
+            self._forget(first)
+            if not self._keep(_Result(name, value, found, _versions(found))):
+                for result in inside:
+                    self._keep(result)
+        return value
+
+    def _keep(self, result: _Result) -> bool:
+        granted = self.take(result.nbytes)
+        if granted:
+            self.results.append(result)
+            self.at = len(self.results)
+        return granted
+
+    def _forget(self, first: int) -> None:
+        """Drop the results from `first` on."""
+        self.take(-sum(result.nbytes for result in self.results[first:]))
+        del self.results[first:]
+        self.limit = None if self.limit is not None and self.limit > first else self.limit
+        self.at = first
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
+def _versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(t._version for t in tensors)
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors}
 
 
 class Products(TorchFunctionMode):

@@ -344,6 +344,119 @@ def test_a_result_that_is_written_into_is_not_taken_again() -> None:
     assert kept.limit == 0
 
 
+class Traced(nn.Module):
+    """Calls `body` and counts the calls."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.body, self.calls = body, 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return self.body(x)
+
+
+class Chain(nn.Module):
+    """first, the weight, then second; what is done to first's result afterwards is `then`."""
+
+    def __init__(self, first: Callable[..., Any], then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.then = Traced(first), Traced(torch.tanh), then
+        self.linear = nn.Linear(8, 8, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y = self.then(y[0] if isinstance(y, tuple) else y)
+        return self.second(self.linear(y)) + x
+
+
+def write_into(x: Tensor) -> Tensor:
+    return x.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "kept"),
+    [
+        (torch.exp, torch.clone, True),
+        (lambda x: (x.exp(), None), torch.clone, True),
+        # may hold more than tensors
+        (lambda x: (x.exp(), "state"), torch.clone, False),
+        # a result that is written into, one that is the input, and an input that is written into
+        (torch.exp, write_into, False),
+        (lambda x: x, torch.clone, False),
+        (lambda x: x.add_(1).exp(), torch.clone, False),
+    ],
+    ids=["tensor", "tuple", "other", "written into", "input", "writes into its input"],
+)
+def test_a_submodule_runs_once_where_its_result_says_it_all(
+    first: Callable[..., Any], then: Callable[[Tensor], Tensor], kept: bool
+) -> None:
+    module, x, settled = Chain(first, then), torch.randn(3, 8), set()
+    plain = Chain(first, then)
+    plain.linear.weight = module.linear.weight
+    known, entered = Kept(settled.__contains__, take=lambda nbytes: True), []
+    module.first.register_forward_pre_hook(lambda *args: entered.append(args))
+    for run in range(4):
+        if run == 2:
+            module.linear.weight.mul_(0.5)
+            settled.add("w")
+        with known.submodules(module), Products({"w": module.linear.weight}, torch.float32, kept=known):
+            y = module(x.clone())
+        torch.testing.assert_close(y, plain(x.clone()), rtol=0, atol=0)
+    assert module.first.calls == (1 if kept else 4)
+    # the weight changed after two runs, and the third is the first of its result
+    assert module.second.calls == 3
+    # hooks are the module's own
+    assert len(entered) == 4
+    assert "forward" not in module.first.__dict__
+
+
+def test_a_submodule_s_result_takes_the_place_of_those_inside() -> None:
+    """Bytes are counted once, and given back with what is dropped."""
+    module = nn.Sequential(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()), nn.Linear(8, 4, bias=False))
+    params = {"a": module[0][0].weight, "b": module[1].weight}
+    left = [10**6]
+
+    def take(nbytes: int) -> bool:
+        left[0] -= nbytes
+        return True
+
+    kept = Kept({"a"}.__contains__, take)
+    x = torch.randn(5, 8)
+    for _ in range(2):
+        with torch.no_grad(), kept.submodules(module), Products(params, torch.float32, kept=kept):
+            y = module(x)
+        assert torch.equal(y, x.matmul(params["a"].T).tanh() @ params["b"].T)
+        # the inner Sequential's output, [5, 8] float32
+        assert left[0] == 10**6 - 5 * 8 * 4
+
+
+@pytest.mark.parametrize("name", MODELS, ids=str)
+def test_a_few_tokens_show_how_a_block_is_made(
+    name: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for tokens in (make_rows().shape[1], 4):
+        monkeypatch.setattr(blocks, "_PROBE_TOKENS", tokens)
+        with opened(tiny(name), make_rows()) as (engine, _):
+            found.append([block.groups for block in engine.blocks()])
+    assert found[0] == found[1]
+
+
+def test_weights_that_a_few_tokens_do_not_reach_are_looked_for_in_the_whole_row(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where each expert is a module of its own, and the first tokens go to others."""
+    monkeypatch.setattr(blocks, "_PROBE_TOKENS", 8)
+    with opened(tiny("llama"), make_rows()) as (engine, layers):
+        mlp = engine.skeleton.model.get_submodule("model.layers.1.mlp")
+        whole = mlp.forward
+        monkeypatch.setattr(mlp, "forward", lambda x: whole(x) if x.shape[1] > 8 else torch.zeros_like(x))
+        seen = run(engine)
+        monkeypatch.undo()
+    assert all(seen[layer.name].stats is not None for layer in layers)
+
+
 def test_rows_in_one_batch_or_many_give_one_hessian(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tiny("gpt2"), make_rows()) as (engine, _):
         assert len(engine.batches) == 1
