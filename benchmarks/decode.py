@@ -40,7 +40,7 @@ from lowbit.checkpoint.formats import FORMATS
 from lowbit.plan import LayerPlan
 from lowbit.scheme import PackedTensor, QuantScheme
 from lowbit_kernels.functional import quantize
-from lowbit_kernels.reference import matmul_reference
+from lowbit_kernels.reference import gated, matmul_reference
 
 PROMPT = 64
 
@@ -109,6 +109,7 @@ def check(model: Any, device: torch.device) -> float:
             stored.group_size,
             module.bias,
         )
+        truth = gated(truth) if isinstance(module, runtime.GatedProduct) else truth
         worst = max(worst, float((module(x).float() - truth).norm() / truth.norm()))
     if worst > 2e-3:
         raise SystemExit(f"products differ by {worst:.1e} from the reference: no time is reported")

@@ -24,6 +24,7 @@ from . import fragment, hopper, wna16
 from .fragment import FragmentWeight
 from .layout import BITS, EXPERT_TOKENS, TILE_K, FragmentLayout, PackLayout
 from .problem import KernelConfig, Problem
+from .reference import gated
 from .tables import shipped_configs
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -158,6 +159,23 @@ def matmul(
     flat = out.view(-1, n)
     VARIANTS[config.variant].launch(x.reshape(-1, k), weight, bias, flat, config)
     return out
+
+
+def gated_matmul(x: Tensor, weight: AnyWeight, bias: Tensor | None = None) -> Tensor:
+    """Return reference.gated of matmul(x, weight, bias), [..., N / 2]; for few tokens in one launch.
+
+    Raises ValueError for an x or a bias that does not fit.
+    """
+    n, k = weight.out_features, weight.in_features
+    if x.numel() and x.shape[-1] == k and isinstance(weight, FragmentWeight):
+        config = choose(problem_of(x, weight))
+        if config.variant == "decode" and config.split_k == 1:
+            if bias is not None:
+                _require("bias", bias, (n,), FLOATS)
+            out = torch.empty((*x.shape[:-1], n // 2), dtype=x.dtype, device=x.device)
+            _launch_decode(x.reshape(-1, k), weight, bias, out.view(-1, n // 2), config, gated=True)
+            return out
+    return gated(matmul(x, weight, bias))
 
 
 def expert_matmul(x: Tensor, weight: FragmentWeight, routes: Tensor, pairs: int) -> Tensor:
@@ -607,6 +625,7 @@ def _launch_decode(
     out: Tensor,
     config: KernelConfig,
     routes: Tensor | None = None,
+    gated: bool = False,
 ) -> None:
     assert isinstance(weight, FragmentWeight)
     fragment.decode(
@@ -623,6 +642,7 @@ def _launch_decode(
         x_wide=config.x_wide,
         dependent=config.dependent,
         routes=routes,
+        gated=gated,
     )
 
 

@@ -545,6 +545,7 @@ def decode_kernel(
     KWIDTH: tl.constexpr,
     LOP3: tl.constexpr,
     EXPERTS: tl.constexpr,
+    GATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One [16 · ROWS16, BLOCK_M] tile of yᵀ, or its share of the tiles along K.
@@ -558,6 +559,7 @@ def decode_kernel(
     DEPENDENT: launched while the kernel before still runs; only the weight is read before that has ended.
     EXPERTS: weights are [experts, ...], a tile's tokens are what route_kernel's table in routes says, and
     token i has row i // share of x; BLOCK_M is the fewest tokens that a product may have.
+    GATED: rows are those of reference.gated, and out is [m, n / 2]; K is not split.
     """
     BLOCK_N: tl.constexpr = ROWS16 * 16
     block = tl.program_id(0)
@@ -712,6 +714,15 @@ def decode_kernel(
 
     total = tl.reshape(acc, (BLOCK_N, BLOCK_M)) if SLICES == 1 else tl.sum(acc, axis=0)
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GATED:
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
+        # a lane has rows r and r + 8
+        halves = tl.permute(tl.reshape(total, (ROWS16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
+        gate, up = tl.split(halves)
+        total = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (BLOCK_N // 2, BLOCK_M))
+        rows = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        n //= 2
     _finish(
         total,
         rows,
@@ -726,7 +737,7 @@ def decode_kernel(
         n,
         stride_om,
         stride_on,
-        HAS_BIAS,
+        HAS_BIAS and not GATED,
         SPLIT_K,
     )
 
@@ -1085,6 +1096,7 @@ def decode(
     x_wide: bool,
     dependent: bool,
     routes: Tensor | None = None,
+    gated: bool = False,
 ) -> None:
     """Fill out [M, N] with x [M, K] @ Wᵀ + bias by decode_kernel; any M, meant for M <= 32.
 
@@ -1092,6 +1104,7 @@ def decode(
     slices: powers of two, at least num_warps; tiles along K that a program takes at once, in a step.
     depth: steps that weights are loaded ahead.
     routes: of route(), for the weights of all experts stacked, and x [M or M / experts per token, K].
+    gated: the weight's rows are those of reference.gated, out is [M, N / 2] and split_k 1.
     dependent: programmatic dependent launch, CUDA from sm_90 on.
     """
     layout = weight.layout
@@ -1142,6 +1155,7 @@ def decode(
         KWIDTH=operand_width(target),
         LOP3=target[0] == "cuda",
         EXPERTS=routes is not None,
+        GATED=gated,
         DEPENDENT=dependent,
         num_warps=min(num_warps, slices),
         **({"launch_pdl": True} if dependent else {}),
@@ -1443,6 +1457,7 @@ def _compile_probe(target: tuple[str, int | str, int], tokens: int) -> Any:
         "KWIDTH": 2,
         "LOP3": target[0] == "cuda",
         "EXPERTS": False,
+        "GATED": False,
         "DEPENDENT": False,
     }
     pointers = {"words_ptr": "*i32", "partial_ptr": "*fp32", "semaphore_ptr": "*i32", "routes_ptr": "*i32"}

@@ -19,7 +19,7 @@ from .dispatch import GemmWeight
 from .fragment import FragmentWeight, expert_slots
 from .layout import FragmentLayout, pack_words, unfragment_words
 from .packing import quantize_pack
-from .reference import matmul_reference, quantize_groups, route_reference
+from .reference import gated, matmul_reference, quantize_groups, route_reference
 
 _NAMESPACE = __name__.partition(".")[0]
 
@@ -107,6 +107,38 @@ def _(
     out_features: int,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::gated_linear", mutates_args=())
+def gated_linear(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    """Return silu(gate) · up of linear(), whose rows reference.interleave has put in order: [..., N / 2]."""
+    if x.is_cuda:
+        weight = as_weight(words, scale, zero_point, bits, group_size, x.shape[-1], out_features)
+        return dispatch.gated_matmul(x, weight, bias)
+    return gated(linear(x, words, scale, zero_point, bias, bits, group_size, out_features))
+
+
+@gated_linear.register_fake
+def _(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features // 2))
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::route", mutates_args=())

@@ -156,3 +156,17 @@ def route_reference(index: Tensor, experts: int) -> Tensor:
             tiles[slot] = torch.tensor([expert, first + at, how_many, 0], dtype=torch.int32)
         first += count
     return torch.cat((tiles.flatten(), flat.argsort(stable=True).int()))
+
+
+def gated(y: Tensor) -> Tensor:
+    """silu(gate) · up of a product [..., N] whose rows are 8 of gate and 8 of up, in turn.
+
+    Returns [..., N / 2].  See interleave().
+    """
+    gate, up = y.unflatten(-1, (-1, 2, 8)).unbind(-2)
+    return (torch.nn.functional.silu(gate) * up).flatten(-2)
+
+
+def interleave(rows: Tensor) -> Tensor:
+    """Rows [N, ...] of gate and then of up, N / 2 each, in the order that gated() takes."""
+    return rows.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(0, 2).contiguous()

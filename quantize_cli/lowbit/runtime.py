@@ -6,22 +6,23 @@
 
 On a GPU the product is the W4A16 kernel of lowbit_kernels, elsewhere the plain-torch reference, which is
 right and slow. Weights stay packed on both. Linears that read the same input (q/k/v, gate/up) are one product
-over all their outputs.
+over all their outputs, and the gate of an MLP is a part of it.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lowbit.checkpoint.download import download
 from lowbit.checkpoint.formats import FORMATS, compressed_tensors, format_of
@@ -35,7 +36,16 @@ from lowbit.skeleton import load as load_tensors
 from lowbit.validate import gemm_weight
 from lowbit_kernels.dispatch import GemmWeight, concatenate, install, prepare
 from lowbit_kernels.fragment import FragmentWeight
-from lowbit_kernels.functional import as_weight, expert_linear, linear, quantize, restore, route
+from lowbit_kernels.functional import (
+    as_weight,
+    expert_linear,
+    gated_linear,
+    linear,
+    quantize,
+    restore,
+    route,
+)
+from lowbit_kernels.reference import gated, interleave
 from lowbit_kernels.tables import read_table
 
 if TYPE_CHECKING:
@@ -109,6 +119,50 @@ class QuantLinear(nn.Module):
     def extra_repr(self) -> str:
         grid = "symmetric" if self.zero_point is None else "asymmetric"
         return f"{self.in_features}, {self.out_features}, int{self.bits} {grid} g{self.group_size}"
+
+
+# Tokens up to which the kernel applies the gate; beyond, torch.compile fuses it as well.
+GATED_TOKENS = 16
+
+
+class GatedProduct(QuantLinear):
+    """silu(gate) · up, where gate and up alternate among the rows of one weight, see reference.interleave."""
+
+    @classmethod
+    def of(cls, stacked: QuantLinear) -> GatedProduct:
+        """From the rows of gate and, below them, those of up."""
+        stored = stacked.stored()
+        zero_point = None if stored.zero_point is None else interleave(stored.zero_point)
+        weight = replace(
+            stored, words=interleave(stored.words), scale=interleave(stored.scale), zero_point=zero_point
+        )
+        return cls(weight, None if stacked.bias is None else nn.Parameter(interleave(stacked.bias.data)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() > GATED_TOKENS * self.in_features:
+            return gated(super().forward(x))
+        return gated_linear(
+            x,
+            self.words,
+            self.scale,
+            self.zero_point,
+            self.bias,
+            self.bits,
+            self.group_size,
+            self.out_features,
+        )
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) · up(x)) in two products."""
+
+    def __init__(self, gate_up_proj: GatedProduct, down_proj: nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(self.gate_up_proj(x))
+        return y
 
 
 class SharedProduct(nn.Module):
@@ -394,6 +448,8 @@ def share_products(model: nn.Module) -> None:
 
     lowbit.load does it; after patch_model, call it when the model is where it will run.
     """
+    for name in [name for name, module in model.named_modules() if _is_gated(module)]:
+        _gate(model, name)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     for names in stacks(linears):
         # not kept in the dict, which would hold every weight a second time
@@ -405,6 +461,45 @@ def share_products(model: nn.Module) -> None:
         product = SharedProduct(stacked, starts)
         for name, start, stop in zip(names, starts, stops, strict=True):
             model.set_submodule(name, LinearRows(product, start, stop))
+
+
+def _gate(model: nn.Module, name: str) -> None:
+    """Let gate and up of the MLP of that name be one product with the gate in it, if they are of one kind."""
+    mlp: Any = model.get_submodule(name)
+    parts = [mlp.gate_proj, mlp.up_proj]
+    if not all(type(part) is QuantLinear for part in parts) or parts[0].out_features % 8:
+        return
+    if (stacked := _stack(parts)) is not None:
+        model.set_submodule(name, GatedMLP(GatedProduct.of(stacked), mlp.down_proj))
+
+
+class _Whole(fx.Tracer):
+    """Records which submodules a module calls, and not what they do."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _is_gated(module: Any) -> bool:
+    """Whether a module does down(silu(gate(x)) · up(x)) and no more, by transformers' names for its parts."""
+    if {name for name, _ in module.named_children()} != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return False
+    try:
+        *_, output = _Whole().trace(module).nodes
+    except (fx.proxy.TraceError, TypeError, AttributeError):
+        return False
+
+    def spelled(node: fx.Node) -> str:
+        if node.op == "placeholder":
+            return "x"
+        name = "mul" if node.target is operator.mul else str(node.target)
+        return f"{name}({', '.join(map(spelled, node.all_input_nodes))})"
+
+    done = [spelled(node) for node in output.all_input_nodes]
+    grid = torch.linspace(-8, 8, 33)
+    return done == ["down_proj(mul(act_fn(gate_proj(x)), up_proj(x)))"] and torch.equal(
+        module.act_fn(grid), nn.functional.silu(grid)
+    )
 
 
 def _stack(parts: list[QuantLinear]) -> QuantLinear | None:

@@ -18,8 +18,10 @@ from lowbit_kernels.dispatch import (
     VARIANTS,
     GemmWeight,
     KernelConfig,
+    _launch_decode,
     choose,
     concatenate,
+    gated_matmul,
     matmul,
     prepare,
     problem_of,
@@ -159,6 +161,52 @@ def test_matches_float64(case, device):
     problem = make_problem(case, device)
     y = launch(problem, prepare(problem.weight), case.config)
     assert_close(y, problem.truth, rounds_weights(case.config))
+
+
+GATED = [
+    Case(1, 64, 512, 128, decode(block_n=16, slices=2, num_warps=2, depth=1)),
+    Case(3, 96, 256, 64, decode(block_k=64, x_wide=True), 4, torch.uint8, bias=True),
+    Case(9, 80, 384, 128, decode(block_n=64, slices=2), 8),
+    Case(2, 48, 160, 32, decode(block_k=32, block_n=16), 3, torch.float16, bias=True),
+]
+
+
+def gated_truth(y: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up, float64, of columns that are eight of gate and eight of up in turn."""
+    columns = []
+    for first in range(0, y.shape[1], 16):
+        for gate in range(first, first + 8):
+            columns.append(y[:, gate] * torch.sigmoid(y[:, gate]) * y[:, gate + 8])
+    return torch.stack(columns, dim=1)
+
+
+@pytest.mark.parametrize("case", GATED, ids=str)
+def test_the_gate_of_a_product_matches_float64(case, device):
+    problem = make_problem(case, device)
+    weight, config = prepare(problem.weight), case.config
+    out = torch.full((case.m, case.n // 2), float("nan"), dtype=torch.float16, device=device)
+    _launch_decode(problem.x, weight, problem.bias, out, config, gated=True)
+    expected = gated_truth(problem.truth)
+    # the only rounding is that of the output
+    assert (out.cpu().double() - expected).norm() <= RMS[torch.float16] * expected.norm()
+    # a planted fault: gate and up changed
+    assert (out.cpu().double() - gated_truth(problem.truth.roll(8, dims=1))).norm() > 0.1 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("m", [1, 3, 8, 16, 40])
+@pytest.mark.parametrize(("n", "k"), [(1024, 2048), (28672, 4096), (4096, 8192)])
+def test_gated_products_match_float64(m, n, k, act):
+    """Whatever choose() takes for them: the gate within decode, or after a product."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU, and the interpreter's bfloat16 dot product is wrong")
+    problem = make_problem(Case(m, n, k, 128, DECODE, bias=True), "cuda", act)
+    for weight in (prepare(problem.weight), problem.weight):
+        y = gated_matmul(problem.x, weight, problem.bias)
+        error = (y.cpu().double() - gated_truth(problem.truth)).norm()
+        # where gate and up are rounded before they meet, and silu(gate) as well
+        assert error <= 4 * RMS[act] * gated_truth(problem.truth).norm()
 
 
 @pytest.mark.gpu

@@ -45,6 +45,7 @@ def compile_decode(target: str, act: str = "fp16", zero: str | None = None, warp
         "KWIDTH": fragment.operand_width(_target(target)),
         "LOP3": target.startswith("sm_"),
         "EXPERTS": False,
+        "GATED": False,
         "DEPENDENT": False,
     } | changes
     constexprs["BLOCK_M"] = max(constexprs["BLOCK_M"], fragment.least_tokens(_target(target)))
@@ -97,6 +98,7 @@ DECODE = {
     },
     "2 bits, groups of 32": {"BITS": 2, "CENTRE": 2, "GROUP_SIZE": 32, "GROUPS": 4, "zero": "fp16"},
     "4 bits, experts": {"EXPERTS": True, "DEPTH": 2},
+    "4 bits bf16, gated, bias": {"act": "bf16", "GATED": True, "HAS_BIAS": True, "SPLIT_K": 1, "warps": 2},
 }
 GEMM = {
     "4 bits": {},

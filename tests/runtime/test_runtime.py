@@ -15,7 +15,7 @@ from lowbit.errors import OutputError, PlanError, SourceError
 from lowbit.folder import DenseView, open_folder
 from lowbit.pipeline import quantize
 from lowbit.recipe import make_recipe
-from lowbit.runtime import LinearRows, QuantLinear, share_products
+from lowbit.runtime import GatedMLP, GatedProduct, LinearRows, QuantLinear, share_products
 from lowbit.scheme import QuantScheme
 from lowbit_kernels.reference import dequantize, quantize_groups
 
@@ -129,8 +129,11 @@ def test_from_pretrained_runs_on_packed_linears_when_asked(name, tmp_path, monke
     quantized = {layer for layer in open_folder(out).layers if ".experts." not in layer}
     with torch.no_grad():
         assert close(model(IDS).logits, dense_logits(out, tmp_path))
-    # and they are still packed after a forward, q/k/v and gate/up in one
+    # and they are still packed after a forward, q/k/v in one, gate/up with the gate in it
     packed = {n for n, m in model.named_modules() if isinstance(m, QuantLinear | LinearRows)}
+    for name in [n for n, m in model.named_modules() if isinstance(m, GatedProduct)]:
+        mlp = name.removesuffix(".gate_up_proj")
+        packed = packed - {name} | {f"{mlp}.gate_proj", f"{mlp}.up_proj"}
     assert {n for n in packed if not n.endswith(".product.linear")} == quantized
 
 
@@ -216,6 +219,62 @@ def test_sharing_frees_each_block_before_the_next(monkeypatch):
     monkeypatch.setattr(runtime, "_stack", counted)
     share_products(model)
     assert alive == [9, 6, 3]
+
+
+class MLP(torch.nn.Module):
+    """As transformers writes it, but for what a test changes."""
+
+    def __init__(self, act_fn=torch.nn.SiLU, up_bits=4, bias=True):
+        super().__init__()
+        self.gate_proj, self.up_proj = (torch.nn.Linear(128, 96, bias) for _ in range(2))
+        self.down_proj = torch.nn.Linear(96, 128)
+        self.act_fn = act_fn()
+        patch_model(self, QuantScheme(up_bits, 32), skip=lambda name: name != "up_proj")
+        patch_model(self, QuantScheme(4, 32), skip=lambda name: name == "up_proj")
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Doubled(MLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * (self.up_proj(x) + 1))
+
+
+class UpGated(MLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_gate_of_an_mlp_becomes_part_of_its_product(bias):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(MLP(bias=bias), MLP(bias=bias))
+    inputs = [torch.randn(2, tokens, 128) for tokens in (1, 8, 9)]
+    truth = [model(x) for x in inputs]
+    share_products(model)
+    assert [type(module) for module in model] == [GatedMLP] * 2
+    for x, y in zip(inputs, truth, strict=True):
+        assert close(model(x), y)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for x, y in zip(inputs, truth, strict=True):
+        assert close(compiled(x), y)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "mlp",
+    [lambda: MLP(torch.nn.GELU), lambda: MLP(up_bits=8), Doubled, UpGated],
+    ids=["gelu", "unlike bits", "more than a product", "gate and up changed"],
+)
+def test_other_mlps_keep_their_own_code(mlp):
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(mlp()), torch.randn(3, 128)
+    truth = model(x)
+    share_products(model)
+    assert not any(isinstance(module, GatedProduct) for module in model.modules())
+    assert close(model(x), truth)
 
 
 def test_siblings_of_unlike_kinds_stay_apart():
