@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.device import jit, launch, tl
-from lowbit_kernels.fragment import _let_next_start, _wait_for_previous
+from lowbit_kernels.fragment import _issue, _let_next_start, _wait_for_previous
 
 
 @jit()
@@ -82,12 +82,16 @@ def attend_kernel(
         tl.store(values + before * D + d, value)
     # the token sees itself
     peak = tl.sum(query * key.to(tl.float32), axis=0)
-    total, acc, peak = _see(query, k, v, token < before, 1.0, value.to(tl.float32), peak)
-    for start in range(BLOCK, before, BLOCK):
-        seen = start + token < before
-        k = tl.load(keys + cells + start * D, mask=seen[:, None], other=0.0)
-        v = tl.load(values + cells + start * D, mask=seen[:, None], other=0.0)
-        total, acc, peak = _see(query, k, v, seen, total, acc, peak)
+    total = 1.0
+    acc = value.to(tl.float32)
+    for start in range(0, before, BLOCK):
+        later = start + BLOCK + token < before
+        next_k = tl.load(keys + cells + (start + BLOCK) * D, mask=later[:, None], other=0.0)
+        next_v = tl.load(values + cells + (start + BLOCK) * D, mask=later[:, None], other=0.0)
+        if DEPENDENT:
+            _issue()
+        total, acc, peak = _see(query, k, v, start + token < before, total, acc, peak)
+        k, v = next_k, next_v
     tl.store(out_ptr + head * D + d, (acc / total).to(out_ptr.dtype.element_ty))
 
 
@@ -169,3 +173,9 @@ def install(model: Any, length: int, before: Tensor) -> None:
         )
         attention.before = before
         attention.forward = MethodType(_forward, attention)
+
+
+def release(model: Any) -> None:
+    """Undo install()."""
+    for layer in model.model.layers:
+        del layer.self_attn.forward, layer.self_attn.cache, layer.self_attn.before
