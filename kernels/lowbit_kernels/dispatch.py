@@ -512,78 +512,90 @@ def _gemm_candidates(problem: Problem) -> tuple[KernelConfig, ...]:
 class _HopperTile:
     """A tile of hopper_kernel and what it costs on an H200.
 
-    programs: that share a multiprocessor.  alone, shared: microseconds for 128 inputs when a multiprocessor
-    has one program, and as many as that.
+    programs: that a multiprocessor holds.  alone, full: microseconds for 128 inputs when half of the programs
+    that the GPU holds are running, and when all are.
     """
 
     config: KernelConfig
     programs: int
     alone: float
-    shared: float
+    full: float
 
 
-def _hopper(
-    block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int, **more: bool
-) -> KernelConfig:
+def _hopper(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int) -> KernelConfig:
     return KernelConfig(
-        "hopper",
-        block_m,
-        block_n,
-        block_k,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        dependent=True,
-        **more,
+        "hopper", block_m, block_n, block_k, num_warps=num_warps, num_stages=num_stages, dependent=True
     )
 
 
 # Fitted, with the microseconds of _hopper_cost, to measurements of nine layers and 64 to 1024 tokens, which
-# scatter by 6 % around it. The fastest one measured is among the first three in all 45 cases.
+# scatter by 3 % around it. The fastest one measured is among the first four in all 41 cases.
 _HOPPER_TILES = (
-    _HopperTile(_hopper(256, 128, 64, 8, 3), 1, 1.24, 1.38),
-    _HopperTile(_hopper(128, 128, 16, 8, 2), 2, 1.16, 1.45),
-    _HopperTile(_hopper(128, 128, 64, 8, 5, producer=True), 1, 0.79, 0.79),
-    _HopperTile(_hopper(128, 64, 16, 4, 3), 2, 0.73, 0.85),
-    _HopperTile(_hopper(64, 128, 64, 4, 4), 2, 0.84, 0.95),
-    _HopperTile(_hopper(64, 64, 64, 4, 5), 2, 0.60, 0.66),
+    _HopperTile(_hopper(256, 128, 64, 8, 3), 1, 1.18, 1.39),
+    _HopperTile(_hopper(256, 64, 64, 4, 3), 1, 0.62, 0.76),
+    _HopperTile(_hopper(128, 128, 16, 4, 2), 2, 1.16, 1.46),
+    _HopperTile(_hopper(128, 128, 64, 8, 5), 1, 0.70, 0.80),
+    _HopperTile(_hopper(128, 64, 16, 4, 3), 2, 0.64, 0.81),
+    _HopperTile(_hopper(128, 64, 64, 4, 6), 1, 0.45, 0.53),
+    _HopperTile(_hopper(64, 128, 64, 4, 4), 2, 0.80, 0.98),
+    _HopperTile(_hopper(64, 64, 16, 4, 5), 2, 0.47, 0.59),
+    _HopperTile(_hopper(64, 64, 64, 4, 10), 1, 0.37, 0.44),
 )
 
 _MULTIPROCESSORS = 132
 
 
-def _hopper_programs(problem: Problem, tile: _HopperTile, split_k: int) -> int:
-    return -(-problem.n // tile.config.block_n) * -(-problem.m_bucket // tile.config.block_m) * split_k
+def _hopper_cost(tile: _HopperTile, tiles: int, steps: int, split_k: int, at_once: int) -> float:
+    """Microseconds by a simple count: rounds of programs, the steps of each, and the adding of parts."""
+    slots = _MULTIPROCESSORS * tile.programs
+    shares = hopper.share_out(tiles, steps, split_k, at_once)
+    rounds = [slots] * (shares.whole // slots) + [shares.whole % slots]
+    later = -(-(tiles - shares.whole) * shares.pitch // shares.share)
+    parts = [slots] * (later // slots) + [later % slots]
+    us = 0.5
+    for running, length in [(r, steps) for r in rounds] + [(r, shares.share) for r in parts]:
+        if running:
+            busy = min(1.0, max(0.0, 2 * running / slots - 1))
+            us += 1.2 + length * (tile.alone + (tile.full - tile.alone) * busy)
+    if shares.most_parts > 1:
+        us += 1.55 + 1.13 * shares.most_parts * tile.config.block_m * tile.config.block_n / 2**14
+    return us
 
 
-def _hopper_cost(problem: Problem, tile: _HopperTile, split_k: int) -> float:
-    """Microseconds by a simple count: rounds of programs, steps of each, sums of slices."""
-    steps = -(-problem.k // (TILE_K * split_k))
-    rounds, rest = divmod(_hopper_programs(problem, tile, split_k), _MULTIPROCESSORS * tile.programs)
-    us = rounds * (steps * tile.shared + 1.9)
-    if rest:
-        us += steps * (tile.alone if rest <= _MULTIPROCESSORS else tile.shared) + 1.9
-    size = tile.config.block_m * tile.config.block_n
-    return us + (split_k - 1).bit_length() * (1.45 + 1.7 * size / 2**14)
+def _hopper_divisions(problem: Problem, tile: _HopperTile, tiles: int, steps: int) -> list[tuple[int, int]]:
+    """split_k and at_once worth a thought: none, all tiles in slices, or those left over from full rounds.
+
+    K is only cut until the multiprocessors have their programs, with thirds where two rounds are to become
+    one and a half.
+    """
+    slots = _MULTIPROCESSORS * tile.programs
+    rest = tiles % slots
+    found = [(1, 0)]
+    found += [(s, 0) for s in (2, 4, 6, 8) if tiles * s <= slots + 16 and steps >= 2 * s]
+    found += [(3, 0)] if tiles * 3 <= 2 * slots + 16 and steps >= 6 else []
+    if tiles > slots:
+        found += [(s, slots) for s in (2, 3, 4, 8) if 0 < rest * s <= slots and steps >= 4 * s]
+    # programs at unlike places of K read more of x than L2 gives them to narrow tiles
+    if rest and tiles * steps > 3 * slots and (tile.config.block_n > 64 or problem.k <= 4096):
+        found.append((1, slots))
+    return found
 
 
 def _hopper_by_cost(problem: Problem) -> list[KernelConfig]:
-    """Every tile and split worth a thought, cheapest first.
-
-    A tile has no more tokens than the problem and a slice at least four steps; K is only split until the
-    multiprocessors have their programs, with thirds where two rounds are to become one and a half.
-    """
-    options = [
-        (_hopper_cost(problem, tile, split_k), tile.config, split_k)
-        for tile in _HOPPER_TILES
-        for split_k, most in ((1, None), (2, 280), (3, 500), (4, 280), (8, 280))
-        if tile.config.block_m <= problem.m_bucket
-        and (most is None or _hopper_programs(problem, tile, split_k) <= most)
-        and (split_k == 1 or problem.k >= 4 * TILE_K * split_k)
-    ]
-    return [
-        replace(config, split_k=split_k, block_k=_block_k(problem, config.block_k))
-        for _, config, split_k in sorted(options, key=lambda option: option[0])
-    ]
+    """Every tile and division worth a thought, cheapest first. A tile has no more tokens than the problem."""
+    steps = -(-problem.k // TILE_K)
+    options = []
+    for tile in _HOPPER_TILES:
+        config = replace(tile.config, block_k=_block_k(problem, tile.config.block_k))
+        tiles = -(-problem.n // config.block_n) * -(-problem.m_bucket // config.block_m)
+        # with four scales and four zero-points a row there are no registers left for 128 x 128 by four warps
+        crowded = (config.block_m, config.block_n, config.num_warps) == (128, 128, 4)
+        if config.block_m > problem.m_bucket or (crowded and problem.has_zero and problem.group_size == 32):
+            continue
+        for split_k, at_once in _hopper_divisions(problem, tile, tiles, steps):
+            us = _hopper_cost(tile, tiles, steps, split_k, at_once)
+            options.append((us, replace(config, split_k=split_k, at_once=at_once)))
+    return [config for _, config in sorted(options, key=lambda option: option[0])]
 
 
 def _default_hopper(problem: Problem) -> KernelConfig:
@@ -591,10 +603,8 @@ def _default_hopper(problem: Problem) -> KernelConfig:
 
 
 def _hopper_candidates(problem: Problem) -> tuple[KernelConfig, ...]:
-    """The three cheapest, and the first in the other size of products."""
-    best = _hopper_by_cost(problem)[:3]
-    other = _block_k(problem, 16 if best[0].block_k > 16 else 64)
-    return tuple(dict.fromkeys([*best, replace(best[0], block_k=other)]))
+    """The four cheapest."""
+    return tuple(_hopper_by_cost(problem)[:4])
 
 
 def _default_dense(problem: Problem) -> KernelConfig:
@@ -680,7 +690,7 @@ def _launch_hopper(
         block_n=config.block_n,
         block_k=config.block_k,
         split_k=config.split_k,
-        producer=config.producer,
+        at_once=config.at_once,
         dependent=config.dependent,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

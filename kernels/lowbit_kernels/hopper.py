@@ -12,21 +12,23 @@ product before they make the next operand. Here a product of BLOCK_K inputs is i
 operand of the next is made meanwhile, in other registers: the wait after it is for the product before and
 names that one's registers, which keeps the compiler from reusing them while the instruction may read them.
 
-    PRODUCER    one more warp fetches, released by barriers in shared memory; the others only compute. That
-                takes all registers of a multiprocessor. Without it they fetch as well, and programs can share
-                a multiprocessor and start before the kernel ahead has ended (DEPENDENT).
+One more warp fetches, released by barriers in shared memory; the others only compute. Dequantizing is not
+quite hidden: an instruction of it costs the matrix unit about the cycle that it takes. Scales come a step
+ahead, by loads that find them in L2, where the fetching warp asked for them at the start.
 
-Split K: sums of slices add up in pairs. The second of a pair to arrive adds what the first left in the
-workspace to its own registers, and as a + b = b + a the order of arrival does not show in the result. Only a
-program that has already come is waited for.
+Tiles that do not fill the multiprocessors once more are divided along K (share_out): a program takes a share
+of their steps, which may end one tile and begin another. The program with the first part of a tile adds the
+others' to its own, in their order. Theirs mostly come at the beginning of a share and the first at the end
+of one, so that it waits little, and only for programs that were launched before it.
 
-Bytes moved: words and scales once per BLOCK_M tokens, x once per BLOCK_N outputs, both mostly from L2, whose
-bandwidth limits small tiles; 8 · BLOCK_N · BLOCK_M for every sum of two slices.
+Bytes moved: words and scales once per BLOCK_M tokens, x once per BLOCK_N outputs, both mostly from L2;
+8 · BLOCK_N · BLOCK_M for every part of a tile but the first.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +59,6 @@ else:
     # their names until Triton 3.6 and from 3.7 on, and from 3.9 on and before
     thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
     tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-    PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
     # what TMA writes: rows of x in the order that wgmma reads, words as they are
     X_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     WORDS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -192,25 +193,79 @@ def _load_rows(scale_ptr, zero_ptr, tile, padded_n, GROUP_SIZE: gl.constexpr, HA
 
 
 @gluon.jit
-def _shift(scale, zero, CENTRE: gl.constexpr, HAS_ZERO: gl.constexpr, dtype: gl.constexpr):
-    """(centre - z) · s in dtype; unused where all zero-points are the centre."""
-    if HAS_ZERO:
-        return ((CENTRE - zero.to(gl.float32)) * scale.to(gl.float32)).to(dtype)
-    else:
-        return scale.to(dtype)
+def _ask_for(values_ptr, groups, padded_n, BLOCK_N: gl.constexpr):
+    """Ask for BLOCK_N values of each of so many groups in L2, by one warp, a line of 128 bytes a lane."""
+    WIDTH: gl.constexpr = 1024 // values_ptr.dtype.element_ty.primitive_bitwidth
+    LINES: gl.constexpr = (BLOCK_N + WIDTH - 1) // WIDTH
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    cells = values_ptr + lane // LINES * padded_n + lane % LINES * WIDTH
+    for group in range(0, groups, 32 // LINES):
+        gl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r",
+            [(cells + group * padded_n).to(gl.int64), (group + lane // LINES < groups).to(gl.int32)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @gluon.jit
-def _convert_rows(s, z, CENTRE: gl.constexpr, HAS_ZERO: gl.constexpr, dtype: gl.constexpr):
-    """What _dequantize takes, of the four quarters that _load_rows gives."""
-    scale = s[0].to(dtype), s[1].to(dtype), s[2].to(dtype), s[3].to(dtype)
-    shift = (
-        _shift(s[0], z[0], CENTRE, HAS_ZERO, dtype),
-        _shift(s[1], z[1], CENTRE, HAS_ZERO, dtype),
-        _shift(s[2], z[2], CENTRE, HAS_ZERO, dtype),
-        _shift(s[3], z[3], CENTRE, HAS_ZERO, dtype),
+def _ask_for_rows(
+    scale_ptr,
+    zero_ptr,
+    row,
+    first,
+    count,
+    padded_n,
+    BLOCK_N: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HAS_ZERO: gl.constexpr,
+):
+    """Ask for scales and zero-points of count tiles: memory takes longer to answer than a step takes."""
+    if GROUP_SIZE > 0:
+        begin = first * 128 // GROUP_SIZE
+        groups = gl.cdiv((first + count) * 128, GROUP_SIZE) - begin
+        offset = begin * padded_n + row
+        _ask_for(scale_ptr + offset, groups, padded_n, BLOCK_N)
+        if HAS_ZERO:
+            _ask_for(zero_ptr + offset, groups, padded_n, BLOCK_N)
+
+
+@gluon.jit
+def _settle(values):
+    """values in other registers than the load's, which the compiler would keep, to wait for the next load."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2
     )
-    return scale, shift
+
+
+@gluon.jit
+def _convert_quarter(scale, zero, CENTRE: gl.constexpr, HAS_ZERO: gl.constexpr, dtype: gl.constexpr):
+    """Scale and (centre - z) · s in dtype; the latter unused where all zero-points are the centre."""
+    s = _settle(scale.to(dtype))
+    z = s
+    if HAS_ZERO:
+        z = _settle(((CENTRE - zero.to(gl.float32)) * scale.to(gl.float32)).to(dtype))
+    return s, z
+
+
+@gluon.jit
+def _convert_rows(
+    s, z, CENTRE: gl.constexpr, GROUP_SIZE: gl.constexpr, HAS_ZERO: gl.constexpr, dtype: gl.constexpr
+):
+    """What _dequantize takes, of the four quarters that _load_rows gives."""
+    s0, z0 = _convert_quarter(s[0], z[0], CENTRE, HAS_ZERO, dtype)
+    s1, z1 = s0, z0
+    if GROUP_SIZE == 32:
+        s1, z1 = _convert_quarter(s[1], z[1], CENTRE, HAS_ZERO, dtype)
+    s2, z2 = s0, z0
+    if GROUP_SIZE == 32 or GROUP_SIZE == 64:
+        s2, z2 = _convert_quarter(s[2], z[2], CENTRE, HAS_ZERO, dtype)
+    s3, z3 = s2, z2
+    if GROUP_SIZE == 32:
+        s3, z3 = _convert_quarter(s[3], z[3], CENTRE, HAS_ZERO, dtype)
+    return (s0, s1, s2, s3), (z0, z1, z2, z3)
 
 
 @gluon.jit
@@ -261,34 +316,105 @@ def _fetch_x(x_desc, x, full, stage, token, tile, pred):
 
 
 @gluon.jit
+def _share_of(program, m, n, whole, share, pitch, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """First unit of a program's share, and the first that is not in it; equal where it has none.
+
+    Units are the steps of one tile after the other, pitch of them to a tile. The last programs have the first
+    shares: who starts a tile waits for those that go on with it, and only for programs launched before it.
+    """
+    units = gl.cdiv(m, BLOCK_M) * gl.cdiv(n, BLOCK_N) * pitch
+    unit = whole * pitch + (gl.cdiv(units - whole * pitch, share) - 1 - program) * share
+    end = gl.minimum(unit + share, units)
+    if unit < whole * pitch:
+        unit = units
+        end = units
+    return unit, end
+
+
+@gluon.jit
+def _next(
+    unit, end, program, programs, m, n, whole, share, pitch, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """The range of units after unit's tile: of every programs-th whole tile, and then of the share."""
+    place = unit // pitch
+    if place < whole:
+        place += programs
+        unit = place * pitch
+        end = unit + pitch
+        if place >= whole:
+            unit, end = _share_of(program, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
+    else:
+        unit = gl.minimum((place + 1) * pitch, end)
+    return unit, end
+
+
+@gluon.jit
+def _segment(unit, end, m, n, tiles, pitch, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Where unit is, and what of its tile comes before end: token, row, first step, and how many steps."""
+    GROUP_M: gl.constexpr = 8
+    # GROUP_M rows of tiles at a time, so that programs that run together share weights and x in L2
+    tiles_m = gl.cdiv(m, BLOCK_M)
+    tiles_n = gl.cdiv(n, BLOCK_N)
+    place = unit // pitch
+    first_m = place // (GROUP_M * tiles_n) * GROUP_M
+    height = gl.minimum(tiles_m - first_m, GROUP_M)
+    token = (first_m + place % (GROUP_M * tiles_n) % height) * BLOCK_M
+    row = place % (GROUP_M * tiles_n) // height * BLOCK_N
+    first = unit % pitch
+    return token, row, first, gl.minimum(end - unit, tiles - first)
+
+
+@gluon.jit
 def _produce(
     x_desc,
     words_desc,
+    scale_ptr,
+    zero_ptr,
     x,
     words,
     full,
     empty,
-    token,
-    row,
-    first,
-    count,
+    unit,
+    end,
+    m,
+    n,
+    padded_n,
+    tiles,
+    whole,
+    share,
+    pitch,
+    GROUP_SIZE: gl.constexpr,
+    HAS_ZERO: gl.constexpr,
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Fetch into every stage as soon as it is free."""
+    """Fetch into every stage as soon as it is free; the first words before the kernel ahead has ended."""
+    BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = words_desc.block_type.shape[0] * 16
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    token, row, first, count = _segment(unit, end, m, n, tiles, pitch, BLOCK_M, BLOCK_N)
+    for stage in gl.static_range(STAGES):
+        _fetch_words(words_desc, x_desc, words, full, stage, row, first + stage, stage < count)
+    _ask_for_rows(scale_ptr, zero_ptr, row, first, count, padded_n, BLOCK_N, GROUP_SIZE, HAS_ZERO)
     if DEPENDENT:
         _wait_for_previous()
-    for i in range(count):
-        stage = i % STAGES
-        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
-        _fetch_words(words_desc, x_desc, words, full, stage, row, first + i, True)
-        _fetch_x(x_desc, x, full, stage, token, first + i, True)
+    done = 0
+    while unit < end:
+        token, row, first, count = _segment(unit, end, m, n, tiles, pitch, BLOCK_M, BLOCK_N)
+        if done > 0:
+            _ask_for_rows(scale_ptr, zero_ptr, row, first, count, padded_n, BLOCK_N, GROUP_SIZE, HAS_ZERO)
+        for i in range(count):
+            free = (done + i) % STAGES
+            if done > 0 or i >= STAGES:
+                mbarrier.wait(empty.index(free), ((done + i) // STAGES & 1) ^ 1)
+                _fetch_words(words_desc, x_desc, words, full, free, row, first + i, True)
+            _fetch_x(x_desc, x, full, free, token, first + i, True)
+        done += count
+        unit, end = _next(unit, end, program, programs, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
 
 
 @gluon.jit
 def _compute(
-    x_desc,
-    words_desc,
     scale_ptr,
     zero_ptr,
     bias_ptr,
@@ -299,14 +425,16 @@ def _compute(
     words,
     full,
     empty,
-    token,
-    row,
-    first,
-    count,
+    unit,
+    end,
     m,
     n,
     padded_n,
     tiles,
+    whole,
+    share,
+    pitch,
+    most_parts,
     stride_om,
     stride_on,
     CENTRE: gl.constexpr,
@@ -316,93 +444,133 @@ def _compute(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
-    SPLIT_K: gl.constexpr,
+    SHARED: gl.constexpr,
     STAGES: gl.constexpr,
-    PRODUCER: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Multiply tiles first ... first + count - 1 and write the result or leave it in the workspace."""
+    """Multiply units unit ... end - 1; write the tiles they belong to or leave them in the workspace."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WORDS: gl.constexpr = _words_layout(BLOCK_N, WARPS)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
 
     e = gl.arange(0, BLOCK_N * 4, layout=_rows_layout(BLOCK_N, WARPS))
-    lane_row = row + e // 64 * 16 + e // 32 % 2 * 8 + e % 32 // 4
-    scales = scale_ptr + lane_row
-    zeros = zero_ptr + lane_row
+    lane_row = e // 64 * 16 + e // 32 % 2 * 8 + e % 32 // 4
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    token, row, first, count = _segment(unit, end, m, n, tiles, pitch, BLOCK_M, BLOCK_N)
+    scales = scale_ptr + row + lane_row
+    zeros = zero_ptr + row + lane_row
     rows = _load_rows(scales, zeros, first, padded_n, GROUP_SIZE, HAS_ZERO)
-    scale, shift = _convert_rows(rows[0], rows[1], CENTRE, HAS_ZERO, dtype)
-    acc = hopper.warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA))
-    before = gl.zeros([BLOCK_N, BLOCK_K], dtype, OPERAND)
-    for i in range(count):
-        stage = i % STAGES
-        mbarrier.wait(full.index(stage), i // STAGES & 1)
-        mine = words.index(stage)
-        w = _words_of(mine, WORDS, 0, BLOCK_K) + _words_of(mine, WORDS, 1, BLOCK_K)
-        for j in gl.static_range(128 // BLOCK_K):
-            s = scale[j * BLOCK_K // 32]
-            a = _dequantize(w[j], s, shift[j * BLOCK_K // 32], CENTRE, HAS_ZERO, OPERAND)
-            b = x.index(stage).slice(j * BLOCK_K, BLOCK_K, 1).permute((1, 0))
-            acc = hopper.warpgroup_mma(a, b, acc, is_async=True)
-            # the product before has ended, and its registers are free
-            hopper.warpgroup_mma_wait(1, deps=[before])
-            before = a
-            if j == 0:
-                # and so has the last one of the step before, whose stage nobody reads any more
-                if PRODUCER:
-                    mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-                else:
-                    later = i + STAGES - 1
-                    _fetch_words(
-                        words_desc, x_desc, words, full, later % STAGES, row, first + later, later < count
+    later = _load_rows(scales, zeros, gl.minimum(first + 1, tiles - 1), padded_n, GROUP_SIZE, HAS_ZERO)
+    stage, phase, last = 0, 0, 0
+    while unit < end:
+        scale, shift = _convert_rows(rows[0], rows[1], CENTRE, GROUP_SIZE, HAS_ZERO, dtype)
+        rows = later
+        acc = hopper.warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA))
+        before = gl.zeros([BLOCK_N, BLOCK_K], dtype, OPERAND)
+        for i in range(count):
+            mbarrier.wait(full.index(stage), phase)
+            mine = words.index(stage)
+            w = _words_of(mine, WORDS, 0, BLOCK_K) + _words_of(mine, WORDS, 1, BLOCK_K)
+            next_scale, next_shift = scale, shift
+            for j in gl.static_range(128 // BLOCK_K):
+                s = scale[j * BLOCK_K // 32]
+                a = _dequantize(w[j], s, shift[j * BLOCK_K // 32], CENTRE, HAS_ZERO, OPERAND)
+                b = x.index(stage).slice(j * BLOCK_K, BLOCK_K, 1).permute((1, 0))
+                acc = hopper.warpgroup_mma(a, b, acc, is_async=True)
+                # the product before has ended, and its registers are free
+                hopper.warpgroup_mma_wait(1, deps=[before])
+                before = a
+                if j == 0:
+                    # and so has the last one of the step before, whose stage nobody reads any more
+                    mbarrier.arrive(empty.index(last), count=1, pred=i > 0)
+                    # what was asked for a step ago and, as the answer takes one, what the next but one needs
+                    next_scale, next_shift = _convert_rows(
+                        rows[0], rows[1], CENTRE, GROUP_SIZE, HAS_ZERO, dtype
                     )
-                    _fetch_x(x_desc, x, full, later % STAGES, token, first + later, later < count)
-                ahead = gl.minimum(first + i + 1, tiles - 1)
-                rows = _load_rows(scales, zeros, ahead, padded_n, GROUP_SIZE, HAS_ZERO)
-        scale, shift = _convert_rows(rows[0], rows[1], CENTRE, HAS_ZERO, dtype)
-    y = hopper.warpgroup_mma_wait(0, deps=[acc, before])[0]
-    _finish(
-        y,
-        x,
-        bias_ptr,
-        out_ptr,
-        partial_ptr,
-        semaphore_ptr,
-        token,
-        row,
-        m,
-        n,
-        stride_om,
-        stride_on,
-        HAS_BIAS,
-        SPLIT_K,
-        WARPS,
-    )
+                    ahead = gl.minimum(first + i + 2, tiles - 1)
+                    rows = _load_rows(scales, zeros, ahead, padded_n, GROUP_SIZE, HAS_ZERO)
+            scale, shift = next_scale, next_shift
+            last = stage
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        # the next tile's scales come while this one is written
+        after, after_end = _next(unit, end, program, programs, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
+        at = gl.minimum(after, gl.cdiv(m, BLOCK_M) * gl.cdiv(n, BLOCK_N) * pitch - 1)
+        next_token, next_row, first, count = _segment(at, after_end, m, n, tiles, pitch, BLOCK_M, BLOCK_N)
+        scales = scale_ptr + next_row + lane_row
+        zeros = zero_ptr + next_row + lane_row
+        rows = _load_rows(scales, zeros, gl.minimum(first, tiles - 1), padded_n, GROUP_SIZE, HAS_ZERO)
+        later = _load_rows(scales, zeros, gl.minimum(first + 1, tiles - 1), padded_n, GROUP_SIZE, HAS_ZERO)
+        y = hopper.warpgroup_mma_wait(0, deps=[acc, before])[0]
+        _finish(
+            y,
+            x.index(last).slice(0, BLOCK_N, 1),
+            bias_ptr,
+            out_ptr,
+            partial_ptr,
+            semaphore_ptr,
+            unit,
+            token,
+            row,
+            m,
+            n,
+            tiles,
+            whole,
+            share,
+            pitch,
+            most_parts,
+            stride_om,
+            stride_on,
+            HAS_BIAS,
+            SHARED,
+            WARPS,
+        )
+        unit, end, token, row = after, after_end, next_token, next_row
+        # y went through the memory that TMA writes to next
+        hopper.fence_async_shared()
+        mbarrier.arrive(empty.index(last), count=1)
+
+
+@gluon.jit
+def _part(unit, tiles, whole, share, pitch):
+    """Which of the tiles that are shared unit belongs to, which of its parts, and of how many."""
+    place = unit // pitch - whole
+    earlier = place * pitch // share
+    part = (unit - whole * pitch) // share - earlier
+    return place, part, (place * pitch + tiles - 1) // share - earlier + 1
 
 
 @gluon.jit
 def _finish(
     acc,
-    x,
+    memory,
     bias_ptr,
     out_ptr,
     partial_ptr,
     semaphore_ptr,
+    unit,
     token,
     row,
     m,
     n,
+    tiles,
+    whole,
+    share,
+    pitch,
+    most_parts,
     stride_om,
     stride_on,
     HAS_BIAS: gl.constexpr,
-    SPLIT_K: gl.constexpr,
+    SHARED: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Write the tile acc, or add it to its neighbour's; the one that adds goes on with the sum.
+    """Write the tile acc, or leave it in the workspace for the program that has the first part of its tile.
 
-    partial: fp32 [tiles, SPLIT_K, BLOCK_N · BLOCK_M].  semaphore: [tiles, SPLIT_K], one for each sum of two:
-    1 when the first has come, 4 when the second has too and the first has written, 0 again afterwards.
+    partial: fp32 [tiles that are shared, most_parts - 1, BLOCK_N · BLOCK_M].  semaphore: [tiles that are
+    shared], counts the parts that are there, 0 again afterwards.
     """
     MMA: gl.constexpr = acc.type.layout
     BLOCK_N: gl.constexpr = acc.shape[0]
@@ -410,42 +578,39 @@ def _finish(
     SIZE: gl.constexpr = BLOCK_N * BLOCK_M
     FLAT: gl.constexpr = _flat_layout(BLOCK_N, BLOCK_M, WARPS)
     REPEATS: gl.constexpr = BLOCK_N // (16 * WARPS)
-    LEVELS: gl.constexpr = (SPLIT_K - 1).bit_length()
     # repeat, warp, half, lane // 4, run of tokens, lane % 4, odd: lanes last but for the 16 bytes of each
     sums = gl.reshape(acc, (REPEATS, WARPS, 2, 8, BLOCK_M // 8, 4, 2))
     sums = gl.reshape(gl.permute(sums, (0, 4, 1, 3, 5, 2, 6)), (SIZE,))
     sums = gl.convert_layout(sums, FLAT, assert_trivial=True)
-    tile = gl.program_id(0) * SPLIT_K
-    cells = partial_ptr + tile.to(gl.int64) * SIZE + gl.arange(0, SIZE, layout=FLAT)
     mine = True
-    for level in gl.static_range(LEVELS):
-        # the slices that a sum has so far are node · 2^level and those that follow
-        node = gl.program_id(1) >> level
-        right = (node | 1) << level
-        if mine and right < SPLIT_K:
-            semaphore = semaphore_ptr + tile + right
-            if gl.atomic_add(semaphore, 1, sem="relaxed") == 0:
-                gl.store(cells + (node << level) * SIZE, sums, cache_modifier=".cg")
-                # every thread's part is stored before one of them says so
+    if SHARED:
+        place, part, parts = _part(unit, tiles, whole, share, pitch)
+        if place >= 0 and parts > 1:
+            cells = gl.arange(0, SIZE, layout=FLAT)
+            cells += partial_ptr + place.to(gl.int64) * (most_parts - 1) * SIZE
+            if part > 0:
+                gl.store(cells + (part - 1) * SIZE, sums, cache_modifier=".cg")
+                # every thread's share is stored before one of them says so
                 thread_barrier()
-                gl.atomic_add(semaphore, 2, sem="release")
+                gl.atomic_add(semaphore_ptr + place, 1, sem="release")
                 mine = False
             else:
-                while gl.atomic_add(semaphore, 0, sem="acquire") < 4:
+                while gl.atomic_add(semaphore_ptr + place, 0, sem="acquire") < parts - 1:
                     pass
-                gl.store(semaphore, 0)
-                sums += gl.load(cells + ((node ^ 1) << level) * SIZE, cache_modifier=".cg")
+                gl.store(semaphore_ptr + place, 0)
+                for other in range(parts - 1):
+                    sums += gl.load(cells + other * SIZE, cache_modifier=".cg")
     if mine:
         y = gl.reshape(sums, (REPEATS, BLOCK_M // 8, WARPS, 8, 4, 2, 2))
         y = gl.reshape(gl.permute(y, (0, 2, 5, 3, 1, 4, 6)), (BLOCK_N, BLOCK_M))
         y = gl.convert_layout(y, MMA, assert_trivial=True)
-        _write(y, x, bias_ptr, out_ptr, token, row, m, n, stride_om, stride_on, HAS_BIAS, WARPS)
+        _write(y, memory, bias_ptr, out_ptr, token, row, m, n, stride_om, stride_on, HAS_BIAS, WARPS)
 
 
 @gluon.jit
 def _write(
     y,
-    x,
+    memory,
     bias_ptr,
     out_ptr,
     token,
@@ -466,18 +631,14 @@ def _write(
     if HAS_BIAS:
         rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, MMA))
         y += gl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(gl.float32)[:, None]
-    if PUBLIC_REINTERPRET:
-        tile = x.reinterpret(dtype, [BLOCK_M, BLOCK_N], x.layout)
-    else:
-        tile = x._reinterpret(dtype, [BLOCK_M, BLOCK_N], x.layout)
-    tile.permute((1, 0)).store(y.to(dtype))
+    memory.permute((1, 0)).store(y.to(dtype))
     rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ROWS))
     tokens = token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ROWS))
     cells = out_ptr + tokens.to(gl.int64)[:, None] * stride_om + rows.to(gl.int64)[None, :] * stride_on
-    gl.store(cells, tile.load(ROWS), mask=(tokens < m)[:, None] & (rows < n)[None, :])
+    gl.store(cells, memory.load(ROWS), mask=(tokens < m)[:, None] & (rows < n)[None, :])
 
 
-@gluon.jit(do_not_specialize=["m", "padded_n", "tiles", "tiles_per_split"])
+@gluon.jit(do_not_specialize=["m", "padded_n", "tiles", "whole", "share", "pitch", "most_parts"])
 def hopper_kernel(
     x_desc,
     words_desc,
@@ -491,7 +652,10 @@ def hopper_kernel(
     n,
     padded_n,
     tiles,
-    tiles_per_split,
+    whole,
+    share,
+    pitch,
+    most_parts,
     stride_om,
     stride_on,
     CENTRE: gl.constexpr,
@@ -501,29 +665,23 @@ def hopper_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
-    SPLIT_K: gl.constexpr,
+    SHARED: gl.constexpr,
     STAGES: gl.constexpr,
-    PRODUCER: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """One [BLOCK_N, BLOCK_M] tile of yᵀ, or its share of the tiles along K; see fragment.gemm_kernel.
+    """Tiles [BLOCK_N, BLOCK_M] of yᵀ: the first `whole` in turn, a share of the others for each program.
 
     x_desc: of x [m, tiles · 128] with block [BLOCK_M, 128].  words_desc: of words as [padded_n / 16,
     tiles · 256] with block [BLOCK_N / 16, 256].  partial, semaphore: see _finish.  GROUP_SIZE: a multiple of
-    BLOCK_K, or 0 if rows are groups.  HAS_ZERO: otherwise all zero-points are CENTRE.
+    BLOCK_K, or 0 if rows are groups.  HAS_ZERO: otherwise all zero-points are CENTRE.  tiles: along K, and
+    so the steps of a tile.  whole, share, pitch, most_parts: see Shares.  SHARED: most_parts > 1.
     """
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    GROUP_M: gl.constexpr = 8
-    # GROUP_M rows of tiles at a time, so that programs that run together share weights and x in L2
-    tiles_m = gl.cdiv(m, BLOCK_M)
-    tiles_n = gl.cdiv(n, BLOCK_N)
-    place = gl.program_id(0)
-    first_m = place // (GROUP_M * tiles_n) * GROUP_M
-    height = gl.minimum(tiles_m - first_m, GROUP_M)
-    token = (first_m + place % (GROUP_M * tiles_n) % height) * BLOCK_M
-    row = place % (GROUP_M * tiles_n) // height * BLOCK_N
-    first = gl.program_id(1) * tiles_per_split
-    count = gl.minimum(tiles_per_split, tiles - first)
+    program = gl.program_id(0)
+    unit, end = _share_of(program, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
+    if program < whole:
+        unit = program * pitch
+        end = unit + pitch
 
     x = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, 128], x_desc.layout)
     words = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N // 16, 256], words_desc.layout)
@@ -535,110 +693,116 @@ def hopper_kernel(
     hopper.fence_async_shared()
     if DEPENDENT:
         _let_next_start()
-    if PRODUCER:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _compute,
                 (
-                    _compute,
-                    (
-                        x_desc,
-                        words_desc,
-                        scale_ptr,
-                        zero_ptr,
-                        bias_ptr,
-                        out_ptr,
-                        partial_ptr,
-                        semaphore_ptr,
-                        x,
-                        words,
-                        full,
-                        empty,
-                        token,
-                        row,
-                        first,
-                        count,
-                        m,
-                        n,
-                        padded_n,
-                        tiles,
-                        stride_om,
-                        stride_on,
-                        CENTRE,
-                        GROUP_SIZE,
-                        HAS_ZERO,
-                        HAS_BIAS,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_K,
-                        SPLIT_K,
-                        STAGES,
-                        PRODUCER,
-                        gl.num_warps(),
-                    ),
+                    scale_ptr,
+                    zero_ptr,
+                    bias_ptr,
+                    out_ptr,
+                    partial_ptr,
+                    semaphore_ptr,
+                    x,
+                    words,
+                    full,
+                    empty,
+                    unit,
+                    end,
+                    m,
+                    n,
+                    padded_n,
+                    tiles,
+                    whole,
+                    share,
+                    pitch,
+                    most_parts,
+                    stride_om,
+                    stride_on,
+                    CENTRE,
+                    GROUP_SIZE,
+                    HAS_ZERO,
+                    HAS_BIAS,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    SHARED,
+                    STAGES,
+                    gl.num_warps(),
                 ),
+            ),
+            (
+                _produce,
                 (
-                    _produce,
-                    (
-                        x_desc,
-                        words_desc,
-                        x,
-                        words,
-                        full,
-                        empty,
-                        token,
-                        row,
-                        first,
-                        count,
-                        STAGES,
-                        DEPENDENT,
-                    ),
+                    x_desc,
+                    words_desc,
+                    scale_ptr,
+                    zero_ptr,
+                    x,
+                    words,
+                    full,
+                    empty,
+                    unit,
+                    end,
+                    m,
+                    n,
+                    padded_n,
+                    tiles,
+                    whole,
+                    share,
+                    pitch,
+                    GROUP_SIZE,
+                    HAS_ZERO,
+                    STAGES,
+                    DEPENDENT,
                 ),
-            ],
-            [1],
-            [24],
-        )
-    else:
-        for i in gl.static_range(STAGES - 1):
-            _fetch_words(words_desc, x_desc, words, full, i, row, first + i, i < count)
-        if DEPENDENT:
-            _wait_for_previous()
-        for i in gl.static_range(STAGES - 1):
-            _fetch_x(x_desc, x, full, i, token, first + i, i < count)
-        _compute(
-            x_desc,
-            words_desc,
-            scale_ptr,
-            zero_ptr,
-            bias_ptr,
-            out_ptr,
-            partial_ptr,
-            semaphore_ptr,
-            x,
-            words,
-            full,
-            empty,
-            token,
-            row,
-            first,
-            count,
-            m,
-            n,
-            padded_n,
-            tiles,
-            stride_om,
-            stride_on,
-            CENTRE,
-            GROUP_SIZE,
-            HAS_ZERO,
-            HAS_BIAS,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            SPLIT_K,
-            STAGES,
-            PRODUCER,
-            gl.num_warps(),
-        )
+            ),
+        ],
+        [1],
+        [24],
+    )
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How programs divide the tiles of y: every programs-th of the first `whole` is one's own, then a share.
+
+    Steps are counted through the other tiles, pitch to a tile, and `share` of them make a share.
+    most_parts: of one tile.
+    """
+
+    programs: int
+    whole: int
+    share: int
+    pitch: int
+    most_parts: int
+
+
+@functools.cache
+def share_out(tiles: int, steps: int, split_k: int, at_once: int) -> Shares:
+    """Shares of tiles of so many steps each.
+
+    at_once: programs that the GPU runs at a time; they take tiles in turn, and what would not be a full round
+    is divided. 0: a program for every tile or slice.
+    split_k: slices that each tile is cut into, or each that is left over; 1, with at_once: all programs share
+    what is left evenly, whatever tiles they begin and end in.
+    """
+    whole = tiles // at_once * at_once if at_once else 0
+    rest = tiles - whole
+    if not rest:
+        return Shares(at_once, tiles, steps, steps, 1)
+    if at_once and split_k == 1:
+        share = -(-rest * steps // at_once)
+        starts = range(0, rest * steps, steps)
+        most = max((start + steps - 1) // share - start // share + 1 for start in starts)
+        return Shares(max(whole and at_once, -(-rest * steps // share)), whole, share, steps, most)
+    share = -(-steps // split_k)
+    # a slice without a step would not wait for the kernel ahead
+    parts = -(-steps // share)
+    if parts == 1 and not at_once:
+        return Shares(tiles, tiles, steps, steps, 1)
+    return Shares(max(whole and at_once, rest * parts), whole, share, share * parts, parts)
 
 
 def multiply(
@@ -651,28 +815,28 @@ def multiply(
     block_n: int,
     block_k: int,
     split_k: int,
-    producer: bool,
+    at_once: int,
     dependent: bool,
     num_warps: int,
     num_stages: int,
 ) -> None:
     """Fill out [M, N] with x [M, K] @ Wᵀ + bias by hopper_kernel.
 
-    block_m: a power of two, 16 to 256.  block_n: a power of two, 16 · num_warps to 256.  block_k: inputs of
-    one product, 16, 32 or 64, a divisor of the group size.  num_warps: 4 or 8.
+    block_m: a power of two, 16 to 256.  block_n: 64 or 128, 16 · num_warps at least.  block_k: inputs of one
+    product, 16, 32 or 64, a divisor of the group size.  split_k, at_once: see share_out.  num_warps: 4 or 8.
     """
     layout = weight.layout
     x = padded_x(x, layout.padded_k)
     m, n = out.shape
-    programs = -(-n // block_n) * -(-m // block_m)
-    steps = -(-layout.tiles // split_k)
-    # a slice without a step would not wait for the kernel ahead
-    split_k = -(-layout.tiles // steps)
-    partial, semaphore = workspace(out, split_k, programs * split_k, programs * split_k * block_n * block_m)
+    tiles = -(-n // block_n) * -(-m // block_m)
+    shares = share_out(tiles, layout.tiles, split_k, at_once)
+    rest = tiles - shares.whole
+    cells = rest * (shares.most_parts - 1) * block_n * block_m
+    partial, semaphore = workspace(out, shares.most_parts, rest, cells)
     words = weight.words.view(layout.shape[0], -1)
     launch(
         hopper_kernel,
-        (programs, split_k),
+        (shares.programs,),
         TensorDescriptor.from_tensor(x, [block_m, TILE_K], X_LAYOUT),
         TensorDescriptor.from_tensor(words, [block_n // TILE_N, 256], WORDS_LAYOUT),
         weight.scale,
@@ -685,7 +849,10 @@ def multiply(
         n,
         layout.padded_n,
         layout.tiles,
-        steps,
+        shares.whole,
+        shares.share,
+        shares.pitch,
+        shares.most_parts,
         *out.stride(),
         CENTRE=1 << (weight.bits - 1),
         GROUP_SIZE=0 if weight.scale.shape[0] == 1 else weight.group_size,
@@ -694,13 +861,22 @@ def multiply(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        SPLIT_K=split_k,
+        SHARED=shares.most_parts > 1,
         STAGES=num_stages,
-        PRODUCER=producer,
         DEPENDENT=dependent,
         num_warps=num_warps,
         **({"launch_pdl": True} if dependent else {}),
+        **_registers(num_warps, block_m),
     )
+
+
+def _registers(num_warps: int, block_m: int) -> dict[str, int]:
+    """Option of the compiler that leaves room for a second program where four warps compute.
+
+    Otherwise a program takes all registers of a multiprocessor: its fetching warp counts as four. A product
+    of 256 tokens needs more to compile.
+    """
+    return {"maxnreg": 128} if num_warps == 4 and block_m < 256 else {}
 
 
 @functools.cache
@@ -737,9 +913,8 @@ def compile_kernel(
         "BLOCK_M": 128,
         "BLOCK_N": 128,
         "BLOCK_K": 64,
-        "SPLIT_K": 1,
+        "SHARED": False,
         "STAGES": 4,
-        "PRODUCER": False,
         "DEPENDENT": False,
     } | constexprs
     names = hopper_kernel.arg_names
@@ -763,5 +938,5 @@ def compile_kernel(
             {(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
         ),
         target=triton.backends.compiler.GPUTarget("cuda", 90, 32),
-        options={"num_warps": num_warps},
+        options={"num_warps": num_warps, **_registers(num_warps, constants["BLOCK_M"])},
     )

@@ -32,7 +32,8 @@ class KernelConfig:
 
     The rest is read by the variants of fragment order: slices of K within a program, steps that weights are
     loaded ahead, x loaded by whole sectors, scales on the weights instead of the product, x by TMA
-    descriptor, programmatic dependent launch, and a warp of its own that fetches.
+    descriptor, programmatic dependent launch, and how many programs run at once, beyond whose multiple tiles
+    are divided (hopper.share_out).
     """
 
     variant: str
@@ -48,4 +49,4 @@ class KernelConfig:
     scale_weights: bool = False
     descriptor: bool = False
     dependent: bool = False
-    producer: bool = False
+    at_once: int = 0

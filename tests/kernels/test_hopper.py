@@ -26,24 +26,30 @@ def _hopper_gpu() -> None:
         pytest.skip(reason)
 
 
-ALONE = KernelConfig("hopper", 64, 128, 16, num_warps=4, num_stages=4)
-SERVED = KernelConfig("hopper", 128, 128, 32, num_warps=8, num_stages=4, producer=True)
+# two programs of the first share a multiprocessor
+NARROW = KernelConfig("hopper", 64, 128, 16, num_warps=4, num_stages=4)
+WIDE = KernelConfig("hopper", 128, 128, 32, num_warps=8, num_stages=4)
 
 CASES = [
     # tails of every kind: tokens, rows, inputs; fewer tiles than stages; more slices than tiles
-    Case(1, 1, 33, 33, ALONE),
-    Case(65, 130, 640, 128, ALONE, bias=True),
-    Case(200, 1000, 4224, 128, ALONE),
-    Case(200, 1000, 4224, 128, SERVED, bias=True),
-    Case(70, 300, 384, 128, replace(ALONE, split_k=8)),
-    Case(300, 300, 2200, 2200, replace(SERVED, block_m=256, num_stages=3)),
+    Case(1, 1, 33, 33, NARROW),
+    Case(65, 130, 640, 128, NARROW, bias=True),
+    Case(200, 1000, 4224, 128, NARROW),
+    Case(200, 1000, 4224, 128, WIDE, bias=True),
+    Case(70, 300, 384, 128, replace(NARROW, split_k=8)),
+    Case(300, 300, 2200, 2200, replace(WIDE, block_m=256, num_stages=3)),
     # sums of slices, in twos and odd numbers
-    *(Case(129, 260, 4096, 128, replace(ALONE, split_k=split)) for split in (2, 3, 4, 7)),
-    *(Case(129, 260, 4096, 128, replace(SERVED, split_k=split)) for split in (2, 3)),
+    *(Case(129, 260, 4096, 128, replace(NARROW, split_k=split)) for split in (2, 3, 4, 7)),
+    *(Case(129, 260, 4096, 128, replace(WIDE, split_k=split)) for split in (2, 3)),
+    # 18 or 27, 36 tiles: most whole and the rest in slices, or shared by fewer programs, by more, or by a few
+    # that each have the end of a tile, whole ones and the beginning of another
+    *(Case(150, 1100, 4096, 128, replace(NARROW, split_k=3, at_once=once)) for once in (8, 100)),
+    *(Case(150, 1100, 4096, 128, replace(WIDE, at_once=once), zero=torch.uint8) for once in (17, 7, 5, 31)),
+    *(Case(500, 1100, 4096, 128, replace(NARROW, at_once=once), bias=True) for once in (20, 50, 264)),
     # groups within, of and across a tile; widths, zero-points whole and fractional
     *(
         Case(90, 260, 1280, group, config, bits, zero, True)
-        for config in (ALONE, SERVED)
+        for config in (NARROW, WIDE)
         for group, bits, zero in (
             (32, 4, None),
             (32, 4, torch.uint8),
@@ -68,7 +74,7 @@ def test_matches_float64(case, act):
 
 
 @pytest.mark.parametrize(
-    "config", [ALONE, SERVED, replace(ALONE, split_k=3)], ids=["alone", "served", "split"]
+    "config", [NARROW, WIDE, replace(NARROW, split_k=3)], ids=["narrow", "wide", "split"]
 )
 def test_faults_are_caught(config):
     problem = make_problem(Case(64, 260, 1024, 128, config), "cuda")
@@ -81,9 +87,10 @@ def test_faults_are_caught(config):
             assert_close(launch(problem, broken, config), problem.truth, rounded_weights=True)
 
 
-@pytest.mark.parametrize("split_k", [1, 2, 3, 4])
-def test_same_bits_every_time_and_in_graphs(split_k):
-    for config in (replace(ALONE, split_k=split_k), replace(SERVED, split_k=split_k, dependent=True)):
+@pytest.mark.parametrize(("split_k", "at_once"), [(1, 0), (2, 0), (3, 0), (4, 3), (1, 3), (1, 132)])
+def test_same_bits_every_time_and_in_graphs(split_k, at_once):
+    for kind in (NARROW, replace(WIDE, dependent=True)):
+        config = replace(kind, split_k=split_k, at_once=at_once)
         problem = make_problem(Case(128, 512, 2048, 128, config), "cuda")
         weight = prepare(problem.weight)
         first = launch(problem, weight, config)
@@ -101,7 +108,7 @@ def test_same_bits_every_time_and_in_graphs(split_k):
 
 @pytest.mark.parametrize("m", [64, 128, 256, 512])
 def test_every_candidate_is_right_over_many_steps(m):
-    problem = make_problem(Case(m, 256, 8192, 128, ALONE), "cuda")
+    problem = make_problem(Case(m, 256, 8192, 128, NARROW), "cuda")
     weight = prepare(problem.weight)
     # a layer that is wide enough for every tile
     posed = replace(problem_of(problem.x, weight), n=8192)

@@ -56,9 +56,8 @@ def compile_config(config: KernelConfig, **changes: Any) -> Any:
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
-            "SPLIT_K": config.split_k,
+            "SHARED": config.split_k > 1 or config.at_once > 0,
             "STAGES": config.num_stages,
-            "PRODUCER": config.producer,
             "DEPENDENT": config.dependent,
             "num_warps": config.num_warps,
         }
@@ -66,11 +65,11 @@ def compile_config(config: KernelConfig, **changes: Any) -> Any:
     )
 
 
-ALONE = KernelConfig("hopper", 64, 128, 16, split_k=3, num_warps=4, num_stages=4)
-SERVED = KernelConfig("hopper", 256, 128, 32, num_warps=8, num_stages=3, producer=True)
+NARROW = KernelConfig("hopper", 64, 128, 16, split_k=3, num_warps=4, num_stages=4)
+WIDE = KernelConfig("hopper", 256, 128, 32, num_warps=8, num_stages=3)
 
 
-@pytest.mark.parametrize("config", [ALONE, SERVED], ids=["alone", "served"])
+@pytest.mark.parametrize("config", [NARROW, WIDE], ids=["narrow", "wide"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -87,26 +86,38 @@ def test_the_loop_is_arithmetic_between_products(config, changes, tmp_path):
     check(compile_config(config, **changes), config, tmp_path)
 
 
-def every_config() -> list[KernelConfig]:
-    """What the rule and the candidates launch, over all problems of a benchmark."""
-    shapes = [
-        (n, k) for n in (2048, 4096, 6144, 10240, 14336, 28672, 57344) for k in (2048, 4096, 8192, 28672)
-    ]
-    found = {
-        config
-        for n, k in shapes
-        for m in (64, 128, 256, 512, 1024)
-        for config in VARIANTS["hopper"].candidates(
-            Problem(4, 128, False, "float16", m, n, k, "sm_90", "fragment")
-        )
-    }
-    return sorted(found, key=str)
+def candidates(m: int, n: int, k: int, group_size: int = 128, has_zero: bool = False) -> list[KernelConfig]:
+    problem = Problem(4, group_size, has_zero, "float16", m, n, k, "sm_90", "fragment")
+    return list(VARIANTS["hopper"].candidates(problem))
 
 
 @pytest.mark.slow
-def test_every_candidate_compiles_without_spills(tmp_path):
-    for config in every_config():
-        check(compile_config(config), config, tmp_path)
+@pytest.mark.parametrize(("group_size", "has_zero"), [(128, False), (128, True), (32, True)])
+def test_every_candidate_compiles_without_spills(group_size, has_zero, tmp_path):
+    shapes = [
+        (n, k) for n in (2048, 4096, 6144, 10240, 14336, 28672, 57344) for k in (2048, 4096, 8192, 28672)
+    ]
+    tiles = {
+        replace(config, split_k=1, at_once=0)
+        for n, k in shapes
+        for m in (64, 128, 256, 512, 1024)
+        for config in candidates(m, n, k, group_size, has_zero)
+    }
+    for tile in sorted(tiles, key=str):
+        for at_once in (0, 132):
+            config = replace(tile, at_once=at_once)
+            check(compile_config(config, GROUP_SIZE=group_size, HAS_ZERO=has_zero), config, tmp_path)
+
+
+def test_tiles_beyond_the_last_full_round_are_divided():
+    # 160 tiles of 256 x 128 for 132 multiprocessors; 80; 112, of which a whole one each is the least
+    assert [c.at_once for c in candidates(512, 10240, 8192)[:1]] == [132]
+    assert all(c.at_once in (132, 264) for c in candidates(256, 10240, 8192)[:2])
+    assert candidates(256, 14336, 4096)[0] == KernelConfig(
+        "hopper", 256, 128, 64, num_warps=8, num_stages=3, dependent=True
+    )
+    # a full round to begin with has nothing left over
+    assert candidates(256, 132 * 128, 4096)[0].at_once == 0
 
 
 def test_a_gpu_or_triton_that_cannot_is_told_why(monkeypatch):
