@@ -111,9 +111,9 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("after", [1, 7, 11])
+@pytest.mark.parametrize(("after", "block"), [(1, 1), (7, 1), (11, 2)])
 def test_a_killed_run_writes_the_same_bytes(
-    after: int, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    after: int, block: int, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed in the first block, at its end, and in the second, with and without a saved state."""
     monkeypatch.setattr("lowbit.activations._SAVE_SHARE", float("inf"))
@@ -128,7 +128,12 @@ def test_a_killed_run_writes_the_same_bytes(
     with pytest.raises(Killed):
         pipeline.quantize(llama_folder, tmp_path / "killed", GPTQ, on_event=kill)
     assert not (tmp_path / "killed").exists()
-    pipeline.quantize(llama_folder, tmp_path / "killed", GPTQ)
+    notes = []
+    pipeline.quantize(llama_folder, tmp_path / "killed", GPTQ, on_event=lambda e: notes.append(e.to_json()))
+    told = [note["message"] for note in notes if note.get("level") == "status"]
+    units = len(load_file(llama_folder / "model.safetensors"))
+    assert told[0].endswith(f" of {units} tensors are already written")
+    assert told[1] == f"resuming: calibration goes on at block {block} of 2"
     assert hashes(tmp_path / "killed") == hashes(tmp_path / "clean")
 
 

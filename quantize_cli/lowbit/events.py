@@ -48,7 +48,10 @@ class LayerDone:
 
 @dataclass(frozen=True)
 class Note:
-    """Something the user should know: a fallback, a skip, a resumed run, a shortage of samples."""
+    """Something the user should know: a fallback, a skip, a resumed run, a shortage of samples.
+
+    level: "info" is for the end, "status" and "warning" are for now.
+    """
 
     message: str
     level: str = "info"

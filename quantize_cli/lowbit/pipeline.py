@@ -97,7 +97,8 @@ def quantize(
             for note in () if calibration is None else calibration.notes:
                 on_event(events.Note(note, level="warning"))
             if sink.done:
-                on_event(events.Note(f"resuming: {len(sink.done)} tensors are already written"))
+                count = f"{len(sink.done)} of {len(units)}"
+                on_event(events.Note(f"resuming: {count} tensors are already written", level="status"))
             on_event(events.Stage("quantize", total_bytes=plan.source_bytes))
             job = make_job(source, plan, device, sink, on_event)
             if calibration is not None:
@@ -337,6 +338,9 @@ def solve_calibrated(job: Job, units: list[Unit], calibration: CalibrationRows) 
         ) as engine,
         ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as worker,
     ):
+        if done:
+            place = f"block {engine.first_block + 1} of {len(engine.names)}"
+            job.on_event(events.Note(f"resuming: calibration goes on at {place}", level="status"))
         waiting: dict[str, Solved] = defaultdict(lambda: Solved({}, []))
         proofs: deque[tuple[Unit, Future[bool]]] = deque()
 

@@ -83,16 +83,18 @@ def test_without_json_tables_go_to_stdout_and_events_nowhere(capsys: pytest.Capt
         out.event({"event": "layer"})
         out.show("a table")
         out.note(Note("8 of 128 rows", level="warning"))
+        out.note(Note("resuming", level="status"))
         out.note(Note("kept in the summary"))
     captured = capsys.readouterr()
     assert captured.out == "a table\n"
-    assert captured.err == "warning: 8 of 128 rows\n"
+    assert captured.err == "warning: 8 of 128 rows\nresuming\n"
 
 
 def test_quiet_keeps_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     with output(json=False, quiet=True) as out:
         out.show("a table")
         out.note(Note("8 of 128 rows", level="warning"))
+        out.note(Note("resuming", level="status"))
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "warning: 8 of 128 rows\n"

@@ -163,9 +163,11 @@ class Output:
         check_folder(folder)
 
     def note(self, note: Note) -> None:
-        """Print a warning at once; other notes wait for the closing summary."""
+        """Print a warning or where a run stands at once; other notes wait for the closing summary."""
         if note.level == "warning":
             self.status.print(Text(f"warning: {note.message}", style="yellow"), soft_wrap=True)
+        elif note.level == "status" and not self.quiet:
+            self.status.print(Text(note.message, style="dim"), soft_wrap=True)
 
 
 @contextmanager
