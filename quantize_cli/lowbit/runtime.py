@@ -122,7 +122,7 @@ class QuantLinear(nn.Module):
 
 
 # Tokens up to which the kernel applies the gate; beyond, torch.compile fuses it as well.
-GATED_TOKENS = 16
+GATED_TOKENS = 8
 
 
 class GatedProduct(QuantLinear):
