@@ -5,9 +5,8 @@
 Every column multiplies the same random 4-bit weights (symmetric, group 128) by the same fp16 activations, is
 checked against float64 (rel_err is ours), and is timed as a CUDA graph over copies of its weight that
 together exceed three times the L2 cache: microseconds, medians. `lowbit` is the fastest config that tuning
-finds, so it is chosen and reported on equal measurements; `untuned` is dispatch's rule. Columns of one row
-follow each other in one process. Rows for other grids and bf16 come last. --compile only fills Triton's
-cache.
+finds, measured anew turn about with fp16 and with `untuned`, dispatch's rule; the rivals follow in the same
+process. Rows for other grids and bf16 come last. --compile only fills Triton's cache.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import statistics
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -118,15 +118,25 @@ def rival_time(column: Any, x: torch.Tensor, expected: torch.Tensor) -> float | 
         return None
 
 
-def our_time(
-    config: KernelConfig, x: torch.Tensor, weights: list[FragmentWeight], out: torch.Tensor
-) -> float:
-    run = VARIANTS[config.variant].launch
-    return time_graph(lambda i: run(x, weights[i], None, out, config), len(weights), 4.0)
+def compare(
+    configs: dict[str, KernelConfig],
+    x: torch.Tensor,
+    weights: list[FragmentWeight],
+    halves: list[torch.Tensor],
+    out: torch.Tensor,
+) -> dict[str, float]:
+    """Microseconds of each config and of fp16, turn about: none has the cooler card to itself."""
 
+    def ours(config: KernelConfig) -> float:
+        run = VARIANTS[config.variant].launch
+        return time_graph(lambda i: run(x, weights[i], None, out, config), len(weights), 1.5)
 
-def dense_time(x: torch.Tensor, weights: list[torch.Tensor], out: torch.Tensor) -> float:
-    return time_graph(lambda i: torch.mm(x, weights[i].t(), out=out), len(weights), 4.0)
+    rounds = []
+    for _ in range(3):
+        fp16 = time_graph(lambda i: torch.mm(x, halves[i].t(), out=out), len(halves), 1.5)
+        times = {config: ours(config) for config in set(configs.values())}
+        rounds.append({"fp16_us": fp16} | {name: times[config] for name, config in configs.items()})
+    return {name: statistics.median(times[name] for times in rounds) for name in rounds[0]}
 
 
 def rows_of(shape: Shape, deadline: float) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -150,11 +160,11 @@ def rows_of(shape: Shape, deadline: float) -> tuple[list[dict[str, Any]], list[A
         best = measure(shape, m, weights, dense32, candidates(problem))
         tuned.append((problem, best.config, best.us, best.rel_err))
         out = torch.empty(m, shape.n, dtype=torch.float16, device="cuda")
-        untuned = our_time(rule(problem), x, weights, out)
-        fp16 = dense_time(x, halves, out)
+        configs = {"lowbit_us": best.config, "untuned_us": rule(problem)}
+        row = {"n": shape.n, "k": shape.k, "m": m, "floor_us": floor}
+        row |= compare(configs, x, weights, halves, out)
         VARIANTS[best.config.variant].launch(x, weight, None, out, best.config)
-        row = {"n": shape.n, "k": shape.k, "m": m, "floor_us": floor, "fp16_us": fp16, "lowbit_us": best.us}
-        row |= {"untuned_us": untuned, "rel_err": relative_error(out, truth[m])}
+        row |= {"rel_err": relative_error(out, truth[m])}
         rows.append(row | {"config": asdict(best.config), "rejected": best.rejected})
     del half, halves
     torch.cuda.empty_cache()
