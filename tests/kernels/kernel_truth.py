@@ -1,6 +1,7 @@
 """Slow, obvious versions of packing, grid and GEMM, sharing no code with the package.
 
-Packing is one Python integer per row; the grid is a loop over groups in NumPy; the GEMM is float64.
+Packing is one Python integer per row, or for whole weights a row of bits; the grid is a loop over groups in
+NumPy; the GEMM is float64.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ def pack_row(codes: list[int], bits: int) -> list[int]:
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """[N, K] codes to [N, W] int32 words."""
-    rows = [pack_row(row, bits) for row in codes.tolist()]
-    return torch.from_numpy(np.array(rows, dtype=np.uint32).reshape(codes.shape[0], -1).view(np.int32))
+    stream = np.unpackbits(codes.numpy()[..., None], axis=2, count=bits, bitorder="little")
+    stream = stream.reshape(codes.shape[0], -1)
+    filled = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
+    return torch.from_numpy(np.packbits(filled, axis=1, bitorder="little").view(np.int32))
 
 
 def round_to(value: np.float32, dtype: torch.dtype) -> np.float32:
