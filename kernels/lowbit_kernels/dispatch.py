@@ -274,10 +274,7 @@ def rule(problem: Problem) -> KernelConfig:
 def _accepts_decode(problem: Problem) -> str | None:
     if (reason := _accepts_fragments(problem)) is not None:
         return reason
-    size, block_k = problem.n * problem.k, _block_k(problem, TILE_K)
-    # gemm takes a step for each group
-    most = SMALL if block_k == TILE_K else MIDDLING if block_k == 64 else size
-    if problem.m_bucket > 16 or (problem.m_bucket > 8 and size > most):
+    if problem.m_bucket > 32 or (problem.m_bucket > 8 and problem.n * problem.k > SMALL):
         return f"{problem.m_bucket} tokens: gemm reads x once for more outputs"
     return None
 
@@ -333,27 +330,27 @@ def _default_decode(problem: Problem) -> KernelConfig:
     grouped = block_k < TILE_K
     # words of a lane for 16 rows of a tile
     words = 2 * FragmentLayout(problem.bits, n, k).field
-    if m > 8 and size <= SMALL and not grouped:
+    if m > 16:
+        slices = _whole(tiles, 4)
+        return _decode(problem, 32, slices, 1, slices, 1, True)
+    if m > 8 and not grouped:
         slices = _floor_power(min(tiles, 16))
         return _decode(problem, 16, slices, 1, min(8, slices), 1, True)
     if m > 8:
         slices = _whole(tiles, _floor_power(max(1, min(8, 4200 * 32 / n))))
-        depth = 0 if size > MIDDLING else 2 if block_k == 64 else 1
-        return _decode(problem, 32, slices, 1, slices, depth, True)
-    if grouped and size <= MIDDLING:
-        slices = _whole(tiles, 8)
-        return _decode(problem, 32, slices, 1, slices, 2, not few)
+        return _decode(problem, 32, slices, 1, slices, 2 if block_k == 64 else 1, True)
     if size > LARGE:
-        block_n = 32 if grouped else 64
-        slices, split_k = _share(tiles, 2660 * block_n / n, 4)
         # with groups of 64 registers are left to load the next step ahead
         halves = block_k == 64
+        block_n = 16 if halves and few else 32 if grouped else 64
+        slices, split_k = _share(tiles, (5320 if block_n == 16 else 2660) * block_n / n, 4)
         return _decode(problem, block_n, slices, split_k, slices, int(halves), not (few and halves))
-    if few or size <= SMALL:
+    if few or size <= (MIDDLING if grouped else SMALL):
         num_warps = 8 if n < 2048 or k > 8192 else 4
         warps = n / 16 * num_warps
-        together = 1 if grouped else _floor_power(max(1, min(4, 4400 / warps * 8 / words)))
+        together = _floor_power(max(1, min(4, (2200 if grouped else 4400) / warps * 8 / words)))
         depth = _floor_power(max(1, 55000 / (words * warps * together)))
+        depth = min(depth, 2) if grouped else depth
         slices = _whole(tiles, num_warps * together)
         return _decode(problem, 16, slices, 1, min(num_warps, slices), depth, not few)
     if size <= MIDDLING:
@@ -432,16 +429,15 @@ def _decode_candidates(problem: Problem) -> tuple[KernelConfig, ...]:
 def _default_gemm(problem: Problem) -> KernelConfig:
     """Tiles by tokens, then by how many of them there are; K is split until enough programs run.
 
-    Up to 32 tokens the tile has them all; up to 128, tiles of 64 tokens, or of 32 where layers are small;
-    beyond, 128 with scales on the weights.
+    Up to 32 tokens the tile has them all, see _gemm_at_once; up to 128, tiles of 64 tokens, or of 32 where
+    layers are small; beyond, 128 with scales on the weights.
     """
     m, n, k = problem.m_bucket, problem.n, problem.k
     if m <= 16:
-        programs = 1100 if k > 8192 else 600 if k < 8192 and n <= 16384 else 900
-        return _gemm(problem, 16, 64, 128, _split(problem, programs, 64, 16), 4, 3)
+        wide = n > 64 * 6 * _MULTIPROCESSORS or k > 16384
+        return _gemm_at_once(problem, 256 if wide else 64)
     if m <= 32:
-        block_n = 128 if k > 2 * n else 64
-        return _gemm(problem, 32, block_n, 128, _split(problem, 450 if k < 8192 else 900, block_n, 32), 4, 3)
+        return _gemm_at_once(problem, 128 if n * k > LARGE else 64)
     if m <= 64 and n <= 8192 and k < 8192:
         return _gemm(problem, 32, 64, 128, _split(problem, 512, 64, 32, 512), 4, 3)
     if m <= 64 and (n > 10240 or k > 16384):
@@ -461,6 +457,23 @@ def _default_gemm(problem: Problem) -> KernelConfig:
     return _gemm(problem, 128, 128, 64, 1, 4, 3)
 
 
+def _gemm_at_once(problem: Problem, block_n: int) -> KernelConfig:
+    """A tile of all of up to 32 tokens, and K split into as many programs as run at once.
+
+    Of tiles of 64 rows, with 4 warps, a multiprocessor has registers for 5 or 6, or 7 with groups of 64; of
+    wider ones, with 8, for two. A slice has four steps or more.
+    """
+    few = problem.m_bucket <= 16
+    places = 2 if block_n > 64 else 5 if not few else 7 if _block_k(problem, TILE_K) == 64 else 6
+    tiles = -(-problem.n // block_n)
+    split_k = max(1, min(places * _MULTIPROCESSORS // tiles, problem.k // (4 * TILE_K), 12))
+    if not few:
+        # adding up more slices costs a place
+        split_k = min(8, _floor_power(split_k))
+    config = _gemm(problem, 16 if few else 32, block_n, 128, split_k, 4 if block_n == 64 else 8, 3)
+    return config if block_n == 64 or split_k == 1 else replace(config, descriptor=False)
+
+
 def _split(problem: Problem, programs: int, block_n: int, block_m: int, least: int = 256) -> int:
     """Slices of K that make at most so many programs: a power of two up to 8, of `least` inputs or more."""
     tiles = -(-problem.n // block_n) * -(-problem.m_bucket // block_m)
@@ -475,11 +488,12 @@ def _gemm(
         "gemm",
         block_m=block_m,
         block_n=block_n,
-        block_k=_block_k(problem, block_k),
+        block_k=block_k,
         split_k=split_k,
         num_warps=num_warps,
         num_stages=num_stages,
-        scale_weights=block_m >= 128,
+        # several groups a block share a product
+        scale_weights=block_m >= 128 or _block_k(problem, block_k) < block_k,
         descriptor=_dependent_launch(problem.arch) and block_m >= 32,
         dependent=_dependent_launch(problem.arch) and problem.m_bucket <= 64 and cuda,
     )
@@ -488,9 +502,15 @@ def _gemm(
 def _gemm_candidates(problem: Problem) -> tuple[KernelConfig, ...]:
     m = problem.m_bucket
     found = [_default_gemm(problem)]
+    if m <= 8:
+        return tuple(found)
     if m <= 32:
-        shapes = [(max(m, 16), 64, 128, 4, 3), (max(m, 16), 128, 128, 4, 3)]
-    elif m <= 128:
+        for block_n in (64, 128, 256) if m <= 16 else (64, 128):
+            config = _gemm_at_once(problem, block_n)
+            fewer = {config.split_k, _floor_power(config.split_k), max(1, config.split_k // 2)}
+            found += [replace(config, split_k=split_k) for split_k in sorted(fewer)]
+        return tuple(dict.fromkeys(found))
+    if m <= 128:
         shapes = [(32, 64, 128, 4, 3), (64, 64, 128, 4, 3), (64, 128, 128, 4, 3), (64, 128, 128, 8, 3)]
         shapes += [(128, 64, 64, 4, 3), (128, 128, 64, 8, 3)] if m == 128 else []
     else:

@@ -56,6 +56,7 @@ def _rotate_right(word, BY: tl.constexpr):
 @jit()
 def _pair(
     word,
+    less,
     MASK: tl.constexpr,
     MAGIC: tl.constexpr,
     ZERO: tl.constexpr,
@@ -63,14 +64,15 @@ def _pair(
     dtype: tl.constexpr,
     LOP3: tl.constexpr,
 ):
-    """Fields of both half-words as floats, minus ZERO unless that is 0: int32 [...] to dtype [..., 2].
+    """Fields of both half-words as floats minus `less`: int32 [...] to dtype [..., 2].
 
+    less: the bits of a float for each half-word, broadcast to word; None: ZERO, or nothing if that is 0.
     MASK, MAGIC: of one half-word.  ZERO_BITS: ZERO in dtype.
     """
     if LOP3:
         # From `&` and `|` with two immediates ptxas makes two instructions, and LLVM releases differ in
         # whether a subtraction takes both halves at once.
-        if ZERO == 0:
+        if less is None and ZERO == 0:
             bits = tl.inline_asm_elementwise(
                 "lop3.b32 $0, $1, $2, $3, 0xea;",
                 "=r,r,r,r",
@@ -83,7 +85,7 @@ def _pair(
             bits = tl.inline_asm_elementwise(
                 "lop3.b32 $0, $1, $2, $3, 0xea; sub.f16x2 $0, $0, $4;",
                 "=&r,r,r,r,r",
-                [word, MASK * 0x10001, MAGIC * 0x10001, ZERO_BITS * 0x10001],
+                [word, MASK * 0x10001, MAGIC * 0x10001, ZERO_BITS * 0x10001 if less is None else less],
                 dtype=tl.int32,
                 is_pure=True,
                 pack=1,
@@ -93,22 +95,39 @@ def _pair(
             bits = tl.inline_asm_elementwise(
                 "lop3.b32 $0, $1, $2, $3, 0xea; fma.rn.bf16x2 $0, $4, $5, $0;",
                 "=&r,r,r,r,r,r",
-                [word, MASK * 0x10001, MAGIC * 0x10001, ZERO_BITS * 0x10001, -0x407F4080],
+                [
+                    word,
+                    MASK * 0x10001,
+                    MAGIC * 0x10001,
+                    ZERO_BITS * 0x10001 if less is None else less,
+                    -0x407F4080,
+                ],
                 dtype=tl.int32,
                 is_pure=True,
                 pack=1,
             )
     else:
         bits = (word & (MASK * 0x10001)) | (MAGIC * 0x10001)
+    pair = _halves(bits, dtype)
+    if LOP3:
+        return pair
+    elif less is None:
+        return pair - ZERO
+    else:
+        return pair - _halves(less, dtype)
+
+
+@jit()
+def _halves(bits, dtype: tl.constexpr):
     low = (bits & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
     high = (bits >> 16).to(tl.int16).to(dtype, bitcast=True)
-    pair = tl.join(low, high)
-    return pair if LOP3 or ZERO == 0 else pair - ZERO
+    return tl.join(low, high)
 
 
 @jit()
 def _field(
     word,
+    zero,
     HALF: tl.constexpr,
     RUN: tl.constexpr,
     BITS: tl.constexpr,
@@ -116,7 +135,10 @@ def _field(
     dtype: tl.constexpr,
     LOP3: tl.constexpr,
 ):
-    """Codes of rows HALF of run RUN, minus CENTRE, or plus _field_offset if that is None: dtype [..., 2]."""
+    """Codes of rows HALF of run RUN minus `zero`: dtype [..., 2].
+
+    zero: integers, broadcast to word; None: CENTRE, or if that is None minus _field_offset.
+    """
     # eight bits need the ten-bit mantissa of fp16
     wide: tl.constexpr = dtype == tl.float16 or BITS == 8
     mantissa: tl.constexpr = 10 if wide else 7
@@ -129,11 +151,15 @@ def _field(
     half: tl.constexpr = tl.float16 if wide else dtype
     # in bf16, codes of 8 bits fit only centred
     centre: tl.constexpr = 128 if CENTRE is None and half != dtype else CENTRE
-    if centre is None:
-        return _pair(rotated, mask, magic, 0.0, 0, half, LOP3)
+    offset: tl.constexpr = 1.0 * (1 << (mantissa - at))
+    if zero is not None:
+        less = zero.to(tl.int32) * ((1 << at) * 0x10001) + magic * 0x10001
+        return _pair(rotated, less, mask, magic, 0.0, 0, half, LOP3).to(dtype)
+    elif centre is None:
+        return _pair(rotated, None, mask, magic, 0.0, 0, half, LOP3)
     else:
-        zero: tl.constexpr = 1.0 * (1 << (mantissa - at)) + centre
-        return _pair(rotated, mask, magic, zero, magic + (centre << at), half, LOP3).to(dtype)
+        bits: tl.constexpr = magic + (centre << at)
+        return _pair(rotated, None, mask, magic, offset + centre, bits, half, LOP3).to(dtype)
 
 
 @jit()
@@ -148,8 +174,31 @@ def _field_offset(half, BITS: tl.constexpr, dtype: tl.constexpr):
 
 
 @jit()
+def _runs(
+    word,
+    zero,
+    HALF: tl.constexpr,
+    BITS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    dtype: tl.constexpr,
+    LOP3: tl.constexpr,
+):
+    """_field of every run of rows HALF: dtype [..., 2], then a dimension of 2 for each bit of the run."""
+    first = _field(word, zero, HALF, 0, BITS, CENTRE, dtype, LOP3)
+    if BITS < 8:
+        first = tl.join(first, _field(word, zero, HALF, 1, BITS, CENTRE, dtype, LOP3))
+    if BITS < 4:
+        third = _field(word, zero, HALF, 2, BITS, CENTRE, dtype, LOP3)
+        fourth = _field(word, zero, HALF, 3, BITS, CENTRE, dtype, LOP3)
+        first = tl.join(first, tl.join(third, fourth))
+    return first
+
+
+@jit()
 def _operand(
     words,
+    zero0,
+    zero1,
     SLICES: tl.constexpr,
     ROWS16: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -162,38 +211,18 @@ def _operand(
 ):
     """[CHUNKS · ROWS16 · SLICES, 32 · WIDE] words to the left operand [SLICES, 16 · ROWS16, INPUTS].
 
+    zero0, zero1: see _field, for rows of either half, [1 or CHUNKS, ROWS16, 1, 8, 4, 1 or WIDE].
     ORDER: of inputs within a block of 32, free as long as _x_operand takes the same: 2 or 4, the neighbours
     that a lane holds in the operand that the compiler picked, and registers are renamed instead of moved.
     """
     w = tl.reshape(words, (CHUNKS, ROWS16, SLICES, 8, 4, WIDE))  # c r s lane//4 lane%4 i
+    rows0 = _runs(w, zero0, 0, BITS, CENTRE, dtype, LOP3)
+    p = tl.join(rows0, _runs(w, zero1, 1, BITS, CENTRE, dtype, LOP3))
     if BITS == 8:
-        p = tl.join(_field(w, 0, 0, BITS, CENTRE, dtype, LOP3), _field(w, 1, 0, BITS, CENTRE, dtype, LOP3))
         p = tl.permute(p, (2, 1, 7, 3, 0, 5, 4, 6))  # c r s nl t i odd half
     elif BITS == 4:
-        p = tl.join(
-            tl.join(_field(w, 0, 0, BITS, CENTRE, dtype, LOP3), _field(w, 0, 1, BITS, CENTRE, dtype, LOP3)),
-            tl.join(_field(w, 1, 0, BITS, CENTRE, dtype, LOP3), _field(w, 1, 1, BITS, CENTRE, dtype, LOP3)),
-        )
         p = tl.permute(p, (2, 1, 8, 3, 0, 5, 7, 4, 6))  # c r s nl t i odd run half
     else:
-        p = tl.join(
-            tl.join(
-                tl.join(
-                    _field(w, 0, 0, BITS, CENTRE, dtype, LOP3), _field(w, 0, 1, BITS, CENTRE, dtype, LOP3)
-                ),
-                tl.join(
-                    _field(w, 0, 2, BITS, CENTRE, dtype, LOP3), _field(w, 0, 3, BITS, CENTRE, dtype, LOP3)
-                ),
-            ),
-            tl.join(
-                tl.join(
-                    _field(w, 1, 0, BITS, CENTRE, dtype, LOP3), _field(w, 1, 1, BITS, CENTRE, dtype, LOP3)
-                ),
-                tl.join(
-                    _field(w, 1, 2, BITS, CENTRE, dtype, LOP3), _field(w, 1, 3, BITS, CENTRE, dtype, LOP3)
-                ),
-            ),
-        )
         p = tl.permute(p, (2, 1, 9, 3, 0, 5, 8, 7, 4, 6))  # c r s nl t i odd run%2 run//2 half
     INPUTS: tl.constexpr = CHUNKS * WIDE * 64 // BITS
     p = tl.reshape(p, (SLICES, ROWS16 * 16, INPUTS // 32, 2, 2, 4, 2))  # s row block//2 block%2 run t odd
@@ -209,6 +238,8 @@ def _operand(
 @jit()
 def _weights(
     words,
+    zero0,
+    zero1,
     ROWS16: tl.constexpr,
     CHUNKS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -218,8 +249,8 @@ def _weights(
     dtype: tl.constexpr,
     LOP3: tl.constexpr,
 ):
-    """[CHUNKS · ROWS16, 32 · WIDE] words to q - CENTRE, exact: [16 · ROWS16, CHUNKS · WIDE · 64 / BITS]."""
-    a = _operand(words, 1, ROWS16, CHUNKS, WIDE, BITS, CENTRE, ORDER, dtype, LOP3)
+    """Words to q - CENTRE or q - zero, exact: [16 · ROWS16, CHUNKS · WIDE · 64 / BITS]; see _operand."""
+    a = _operand(words, zero0, zero1, 1, ROWS16, CHUNKS, WIDE, BITS, CENTRE, ORDER, dtype, LOP3)
     return tl.reshape(a, (ROWS16 * 16, CHUNKS * WIDE * 64 // BITS))
 
 
@@ -267,17 +298,43 @@ def _per_row(value, SLICES: tl.constexpr, ROWS16: tl.constexpr, BLOCK_M: tl.cons
 
 
 @jit()
-def _on_rows(value, ROWS16: tl.constexpr, WARP_ROWS: tl.constexpr):
-    """[2 · ROWS16 · 32], one value a row and lane as gemm_kernel loads them, to [ROWS16, 2, 8, 4]."""
-    v = tl.reshape(value, (ROWS16 // WARP_ROWS, 2, WARP_ROWS, 8, 4))
-    return tl.reshape(tl.permute(v, (0, 2, 1, 3, 4)), (ROWS16, 2, 8, 4))
+def _on_rows(value, GROUPS: tl.constexpr, ROWS16: tl.constexpr, WARP_ROWS: tl.constexpr):
+    """[GROUPS · ROWS16 · 64], a value a row and lane as gemm_kernel loads them: [ROWS16, 2, 8, GROUPS, 4]."""
+    v = tl.reshape(value, (GROUPS, ROWS16 // WARP_ROWS, 2, WARP_ROWS, 8, 4))
+    return tl.reshape(tl.permute(v, (1, 3, 2, 4, 0, 5)), (ROWS16, 2, 8, GROUPS, 4))
 
 
 @jit()
-def _on_weights(value, ROWS16: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[ROWS16, 2, 8, 4], the same for every lane of a row, to [16 · ROWS16, BLOCK_K]."""
-    v = tl.reshape(value, (ROWS16, 2, 8, 1, 4, 1))
-    return tl.reshape(tl.broadcast_to(v, (ROWS16, 2, 8, BLOCK_K // 8, 4, 2)), (ROWS16 * 16, BLOCK_K))
+def _on_weights(value, BLOCK_K: tl.constexpr):
+    """[ROWS16, 2, 8, GROUPS, 4], the same for every lane of a row, to [16 · ROWS16, BLOCK_K]."""
+    ROWS16: tl.constexpr = value.shape[0]
+    GROUPS: tl.constexpr = value.shape[3]
+    v = tl.reshape(value, (ROWS16, 2, 8, GROUPS, 1, 4, 1))
+    v = tl.broadcast_to(v, (ROWS16, 2, 8, GROUPS, BLOCK_K // GROUPS // 8, 4, 2))
+    return tl.reshape(v, (ROWS16 * 16, BLOCK_K))
+
+
+@jit()
+def _on_words(value, CHUNKS: tl.constexpr, WIDE: tl.constexpr):
+    """[ROWS16, 2, 8, GROUPS, 4] to a value for each word of _operand and half of its rows: two tensors."""
+    ROWS16: tl.constexpr = value.shape[0]
+    GROUPS: tl.constexpr = value.shape[3]
+    v = tl.permute(value, (3, 0, 2, 4, 1))
+    if GROUPS > 1:
+        v = tl.reshape(v, (GROUPS, 1, ROWS16, 8, 4, 2))
+        v = tl.broadcast_to(v, (GROUPS, CHUNKS * WIDE // GROUPS, ROWS16, 8, 4, 2))
+        v = tl.permute(tl.reshape(v, (CHUNKS, WIDE, ROWS16, 8, 4, 2)), (0, 2, 3, 4, 1, 5))
+        return tl.split(tl.reshape(v, (CHUNKS, ROWS16, 1, 8, 4, WIDE, 2)))
+    else:
+        return tl.split(tl.reshape(v, (1, ROWS16, 1, 8, 4, 1, 2)))
+
+
+@jit()
+def _first_group(block, BLOCK_K: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    if GROUP_SIZE == 0:
+        return block * 0
+    else:
+        return block * BLOCK_K // GROUP_SIZE
 
 
 @jit()
@@ -355,9 +412,12 @@ def _finish(
         tl.debug_barrier()
         done = tl.atomic_add(semaphore_ptr + tile, 1, sem="acq_rel")
         if done == SPLIT_K - 1:
-            acc = tl.load(cells, mask=mask, other=0.0, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLIT_K):
-                acc += tl.load(cells + other * step, mask=mask, other=0.0, cache_modifier=".cg")
+            acc = tl.zeros(acc.shape, dtype=tl.float32)
+            # all loads of eight are under way together; more would need more registers than the product
+            for start in tl.range(0, SPLIT_K, 8, num_stages=1):
+                for i in tl.static_range(min(8, SPLIT_K)):
+                    there = mask & (start + i < SPLIT_K)
+                    acc += tl.load(cells + (start + i) * step, mask=there, other=0.0, cache_modifier=".cg")
             _write(acc, rows, tokens, mask, bias_ptr, out_ptr, n, stride_om, stride_on, HAS_BIAS)
             tl.store(semaphore_ptr + tile, 0)
     else:
@@ -440,7 +500,7 @@ def _add_tile(
         x_mask = x_mask & (x_tile < last)[:, None]
     b = tl.load(x + x_tile[:, None] * 128, mask=x_mask, other=0.0)
     b = _x_operand(b, SLICES, BLOCK_M, X_WIDE, ORDER)
-    a = _operand(w, SLICES, ROWS16, CHUNKS, WIDE, BITS, None, ORDER, dtype, LOP3)
+    a = _operand(w, None, None, SLICES, ROWS16, CHUNKS, WIDE, BITS, None, ORDER, dtype, LOP3)
     a, b = _groups_apart(a, b, GROUPS)
     half = tl.arange(0, ROWS16 * 16) // 8 % 2
     nothing = tl.zeros((batch, ROWS16 * 16, BLOCK_M), dtype=tl.float32)
@@ -768,6 +828,7 @@ def gemm_kernel(
     BLOCK_M: tl.constexpr,
     ROWS16: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     WARP_ROWS: tl.constexpr,
     SCALE_WEIGHTS: tl.constexpr,
@@ -781,8 +842,11 @@ def gemm_kernel(
 
     x_ptr: with DESCRIPTOR a tensor descriptor of x with block [BLOCK_M, BLOCK_K].  blocks: of BLOCK_K inputs.
     SCALE_WEIGHTS: scales act on the weights, in x's dtype; otherwise on the fp32 product of a block.
+    GROUPS: that a block spans; more than one only with SCALE_WEIGHTS.
     """
     BLOCK_N: tl.constexpr = ROWS16 * 16
+    # as in layout.py
+    ROW_BLOCK: tl.constexpr = 128
     GROUP_M: tl.constexpr = 8
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     tiles_m = tl.cdiv(m, BLOCK_M)
@@ -799,6 +863,8 @@ def gemm_kernel(
     rows = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
 
+    # whole zero-points are subtracted from the codes instead of CENTRE
+    WHOLE: tl.constexpr = HAS_ZERO and not zero_ptr.dtype.element_ty.is_floating()
     lane_words: tl.constexpr = BLOCK_K * BITS // 64
     WIDE: tl.constexpr = 4 if lane_words >= 4 else lane_words
     CHUNKS: tl.constexpr = lane_words // WIDE
@@ -806,9 +872,11 @@ def gemm_kernel(
     columns = tl.arange(0, 32 * WIDE)
     if WIDE < 4:
         columns = columns // WIDE * 4 + columns % WIDE
-    word_rows = (block_n * ROWS16 + e % ROWS16).to(tl.int64) * blocks * (
-        BLOCK_K * BITS // 2
-    ) + e // ROWS16 * 128
+    word_rows = block_n * ROWS16 + e % ROWS16
+    if BLOCK_N > ROW_BLOCK:
+        # rows past padded_n repeat the last ones; they are never stored
+        word_rows = tl.minimum(word_rows, padded_n // 16 - 1)
+    word_rows = word_rows.to(tl.int64) * blocks * (BLOCK_K * BITS // 2) + e // ROWS16 * 128
     words = words_ptr + word_rows[:, None] + columns[None, :]
     if not DESCRIPTOR:
         # rows past m repeat row 0; they are never stored
@@ -816,23 +884,25 @@ def gemm_kernel(
         x_rows = x_ptr + source[:, None] * stride_xm + tl.arange(0, BLOCK_K)[None, :]
 
     if DEPENDENT:
-        _let_next_start()
         _wait_for_previous()
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    # one value for every lane that holds a row: lanes, then warps, then registers
-    e = tl.arange(0, ROWS16 * 64)
+    # one value for every lane that holds a row: lanes, then warps, then registers, then groups
+    e = tl.arange(0, GROUPS * ROWS16 * 64)
     half = e // (32 * WARP_ROWS) % 2
-    row = block_n * BLOCK_N + e // (64 * WARP_ROWS) * (16 * WARP_ROWS)
+    row = block_n * BLOCK_N + e // (64 * WARP_ROWS) % (ROWS16 // WARP_ROWS) * (16 * WARP_ROWS)
     row += e // 32 % WARP_ROWS * 16 + half * 8 + e % 32 // 4
-    group = 0 if GROUP_SIZE == 0 else tl.minimum(first, blocks - 1) * BLOCK_K // GROUP_SIZE
+    if BLOCK_N > ROW_BLOCK:
+        row = tl.minimum(row, padded_n - 1)
+    groups = e // (ROWS16 * 64)
+    group = _first_group(tl.minimum(first, blocks - 1), BLOCK_K, GROUP_SIZE) + groups
     next_s = tl.load(scale_ptr + group * padded_n + row)
     if HAS_ZERO:
         next_z = tl.load(zero_ptr + group * padded_n + row)
     for block in tl.range(first, last, num_stages=STAGES):
         # loads this small are not pipelined; a block ahead they are not waited for
         s = next_s
-        group = 0 if GROUP_SIZE == 0 else tl.minimum(block + 1, blocks - 1) * BLOCK_K // GROUP_SIZE
+        group = _first_group(tl.minimum(block + 1, blocks - 1), BLOCK_K, GROUP_SIZE) + groups
         next_s = tl.load(scale_ptr + group * padded_n + row)
         if HAS_ZERO:
             z = next_z
@@ -847,21 +917,32 @@ def gemm_kernel(
             x = x_ptr.load([block_m * BLOCK_M, block * BLOCK_K])
         else:
             x = tl.load(x_rows + block * BLOCK_K)
-        a = _weights(w, ROWS16, CHUNKS, WIDE, BITS, CENTRE, KWIDTH, dtype, LOP3)
-        if HAS_ZERO:
-            shift = (_on_rows(z, ROWS16, WARP_ROWS).to(tl.float32) - CENTRE).to(dtype)
-            a = a - _on_weights(shift, ROWS16, BLOCK_K)
+        zero0, zero1 = None, None
+        if WHOLE:
+            zero0, zero1 = _on_words(_on_rows(z, GROUPS, ROWS16, WARP_ROWS), CHUNKS, WIDE)
+        a = _weights(w, zero0, zero1, ROWS16, CHUNKS, WIDE, BITS, CENTRE, KWIDTH, dtype, LOP3)
         if SCALE_WEIGHTS:
-            a = a * _on_weights(_on_rows(s, ROWS16, WARP_ROWS).to(dtype), ROWS16, BLOCK_K)
+            a = a * _on_weights(_on_rows(s, GROUPS, ROWS16, WARP_ROWS).to(dtype), BLOCK_K)
+            if HAS_ZERO and not WHOLE:
+                # one fma with the product
+                shift = ((CENTRE - z.to(tl.float32)) * s.to(tl.float32)).to(dtype)
+                a = a + _on_weights(_on_rows(shift, GROUPS, ROWS16, WARP_ROWS), BLOCK_K)
             acc = tl.dot(a, tl.trans(x), acc)
             if LOP3:
                 # Triton 3.6 reuses the registers of operands that wgmma with a carried accumulator still
                 # reads; using the accumulator makes it wait
                 acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
         else:
-            step = tl.reshape(_on_rows(s, ROWS16, WARP_ROWS), (ROWS16, 2, 8, 1, 4, 1)).to(tl.float32)
+            if HAS_ZERO and not WHOLE:
+                shift = (_on_rows(z, GROUPS, ROWS16, WARP_ROWS).to(tl.float32) - CENTRE).to(dtype)
+                a = a - _on_weights(shift, BLOCK_K)
+            step = tl.reshape(_on_rows(s, GROUPS, ROWS16, WARP_ROWS), (ROWS16, 2, 8, 1, 4, 1)).to(tl.float32)
             step = tl.broadcast_to(step, (ROWS16, 2, 8, BLOCK_M // 8, 4, 2))
             acc += tl.dot(a, tl.trans(x)) * tl.reshape(step, (BLOCK_N, BLOCK_M))
+    if DEPENDENT:
+        # Not before: where this kernel leaves places free, programs of the next would take them early, and
+        # later some multiprocessors would have more of them than others.
+        _let_next_start()
     _finish(
         acc,
         rows,
@@ -921,13 +1002,13 @@ def dequantize_kernel(
     e = tl.arange(0, ROWS16 * 64)
     half = e // (32 * ROWS16) % 2
     row = block_n * BLOCK_N + e // 32 % ROWS16 * 16 + half * 8 + e % 32 // 4
-    s = _on_rows(tl.load(scale_ptr + group * padded_n + row).to(tl.float32), ROWS16, ROWS16)
+    s = _on_rows(tl.load(scale_ptr + group * padded_n + row).to(tl.float32), 1, ROWS16, ROWS16)
     # whole numbers up to 255 are exact in fp16
-    a = _weights(w, ROWS16, CHUNKS, WIDE, BITS, CENTRE, 2, tl.float16, LOP3).to(tl.float32)
+    a = _weights(w, None, None, ROWS16, CHUNKS, WIDE, BITS, CENTRE, 2, tl.float16, LOP3).to(tl.float32)
     if HAS_ZERO:
         z = tl.load(zero_ptr + group * padded_n + row).to(tl.float32) - CENTRE
-        a = a - _on_weights(_on_rows(z, ROWS16, ROWS16), ROWS16, BLOCK_K)
-    a = a * _on_weights(s, ROWS16, BLOCK_K)
+        a = a - _on_weights(_on_rows(z, 1, ROWS16, ROWS16), BLOCK_K)
+    a = a * _on_weights(s, BLOCK_K)
     ks = block * BLOCK_K + tl.arange(0, BLOCK_K)
     cells = out_ptr + rows.to(tl.int64)[:, None] * k + ks[None, :]
     tl.store(cells, a.to(out_ptr.dtype.element_ty), mask=(rows < n)[:, None] & (ks < k)[None, :])
@@ -1205,8 +1286,8 @@ def gemm(
 ) -> None:
     """Fill out [M, N] with x [M, K] @ Wᵀ + bias by gemm_kernel.
 
-    block_m, block_n, block_k: powers of two; block_n a multiple of 16, <= ROW_BLOCK; block_k a divisor of the
-    group size and of TILE_K, at least 32.
+    block_m, block_n, block_k: powers of two; block_n a multiple of 16; block_k 32 to TILE_K, and with
+    scale_weights a multiple of the group size or a divisor, otherwise a divisor.
     """
     layout = weight.layout
     x = padded_x(x, layout.padded_k)
@@ -1241,6 +1322,7 @@ def gemm(
         BLOCK_M=block_m,
         ROWS16=block_n // TILE_N,
         BLOCK_K=block_k,
+        GROUPS=1 if weight.scale.shape[0] == 1 else max(1, block_k // weight.group_size),
         SPLIT_K=split_k,
         WARP_ROWS=min(num_warps, block_n // TILE_N),
         SCALE_WEIGHTS=scale_weights,
@@ -1252,6 +1334,8 @@ def gemm(
         DEPENDENT=dependent,
         num_warps=num_warps,
         num_stages=num_stages,
+        # two programs of few tokens a multiprocessor
+        **({"maxnreg": 128} if target[0] == "cuda" and num_warps == 8 and block_m <= 32 else {}),
         **({"launch_pdl": True} if dependent else {}),
     )
 

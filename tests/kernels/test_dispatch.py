@@ -54,7 +54,7 @@ def test_every_candidate_of_every_variant_fits_its_problem(m, n, k, group_size):
             for config in candidates:
                 assert config.variant == name
                 assert config.split_k >= 1
-                assert group_size == k or group_size % config.block_k == 0
+                assert group_size == k or group_size % config.block_k == 0 or config.scale_weights
 
 
 def test_a_refusal_says_why_and_a_wrong_config_is_refused():

@@ -98,6 +98,16 @@ CASES = [
     Case(18, 70, 256, 128, gemm(block_k=64, split_k=2), 4, torch.uint8, True),
     Case(18, 70, 256, 128, gemm(block_k=128, scale_weights=True), 4, torch.float16),
     Case(40, 130, 256, 64, gemm(block_m=32, block_n=128, block_k=64, split_k=3), 2),
+    # a last tile that goes past the rows that there are
+    Case(5, 300, 256, 128, gemm(block_n=256, block_k=128), 4, torch.uint8),
+    Case(5, 300, 128, 64, gemm(block_n=256, block_k=128, scale_weights=True)),
+    # more slices than are added at a time
+    Case(5, 33, 1408, 128, gemm(block_k=128, split_k=11), 4, torch.uint8),
+    # several groups a block, all widths, with zero-points of both kinds and without
+    *(Case(5, 70, 288, 32, gemm(block_k=128, scale_weights=True, split_k=2), bits) for bits in (2, 3, 4, 8)),
+    Case(18, 70, 256, 32, gemm(block_k=128, scale_weights=True), 4, torch.uint8, True),
+    Case(18, 130, 192, 64, gemm(block_n=128, block_k=128, scale_weights=True), 3, torch.float16),
+    Case(18, 70, 256, 32, gemm(block_k=64, scale_weights=True), 4, torch.uint8),
     Case(40, 130, 200, 200, gemm(block_m=32, block_n=128, block_k=64, scale_weights=True), 8),
 ]
 

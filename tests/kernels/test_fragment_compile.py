@@ -6,6 +6,7 @@ release lays out operands, and no numeric test would notice.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -64,6 +65,7 @@ def compile_gemm(target: str, act: str = "fp16", zero: str | None = None, warps:
         "BLOCK_M": 64,
         "ROWS16": 4,
         "BLOCK_K": 64,
+        "GROUPS": 1,
         "SPLIT_K": 1,
         "WARP_ROWS": 4,
         "SCALE_WEIGHTS": False,
@@ -76,7 +78,10 @@ def compile_gemm(target: str, act: str = "fp16", zero: str | None = None, warps:
     types = arguments(fragment.gemm_kernel, act, constexprs, zero)
     if constexprs["DESCRIPTOR"]:
         types["x_ptr"] = f"tensordesc<{act}[{constexprs['BLOCK_M']},{constexprs['BLOCK_K']}]>"
-    return compile_kernel(fragment.gemm_kernel, types, constexprs, target, num_warps=warps, num_stages=3)
+    limit = {"maxnreg": 128} if warps == 8 and constexprs["BLOCK_M"] <= 32 else {}
+    return compile_kernel(
+        fragment.gemm_kernel, types, constexprs, target, num_warps=warps, num_stages=3, **limit
+    )
 
 
 def _target(name: str) -> tuple[str, int | str, int]:
@@ -104,6 +109,13 @@ GEMM = {
     "4 bits": {},
     "4 bits bf16, zero, scaled weights": {"act": "bf16", "zero": "u8", "SCALE_WEIGHTS": True, "BLOCK_M": 128},
     "8 bits, groups of 32, split": {"BITS": 8, "CENTRE": 128, "GROUP_SIZE": 32, "BLOCK_K": 32, "SPLIT_K": 4},
+    "4 bits, four groups a block": {
+        "GROUP_SIZE": 32,
+        "BLOCK_K": 128,
+        "GROUPS": 4,
+        "SCALE_WEIGHTS": True,
+        "zero": "u8",
+    },
 }
 
 
@@ -212,3 +224,17 @@ def test_gemm_has_wgmma_without_spills(tmp_path):
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     loop = machine_loop(compiled, tmp_path)
     assert not moves(loop) & {"STL", "LDL", "STL.64", "LDL.64"}
+
+
+@pytest.mark.parametrize("rows16", [4, 16])
+def test_whole_zero_points_cost_gemm_no_instruction_a_weight(rows16, tmp_path):
+    """One subtraction for two weights, of the centre or of the zero-point, and nothing that repacks them."""
+    shape = {"ROWS16": rows16, "warps": 8 if rows16 == 16 else 4, "BLOCK_M": 16, "BLOCK_K": 128}
+    shape["WARP_ROWS"] = shape["warps"]
+    for zero in (None, "u8"):
+        loop = machine_loop(compile_gemm("sm_90", zero=zero, **shape), tmp_path)
+        counts = Counter(opcode.split(".")[0] for opcode in loop)
+        # 16 x 128 weights are 64 a lane, and a warp has one or two such tiles
+        tiles = rows16 // shape["warps"]
+        assert 32 * tiles <= counts["HADD2"] <= 40 * tiles
+        assert counts["PRMT"] <= 8 * tiles
