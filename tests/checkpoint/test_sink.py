@@ -126,6 +126,17 @@ def test_every_layout_is_valid_and_hashes_are_of_the_files(case: str, tmp_path: 
     assert (count > 1) is (case not in ("one shard", "one shard, announced")), count
 
 
+def test_a_large_checkpoint_has_more_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sixteenth each, so that little is left to hash when all else is done."""
+    units = make_units()
+    monkeypatch.setattr("lowbit.checkpoint.sink.LEAST_SHARD", 6000)
+    write_all(tmp_path / "small", units, expected_bytes=16 * 5000)
+    write_all(tmp_path / "large", units, expected_bytes=16 * 60_000)
+    counts = [len(list((tmp_path / name).glob("*.safetensors"))) for name in ("small", "large")]
+    write_all(tmp_path / "bounded", units, shard_bytes=6000)
+    assert counts[0] == len(list((tmp_path / "bounded").glob("*.safetensors"))) > counts[1]
+
+
 def test_a_manifest_hash_catches_a_changed_byte(tmp_path: Path) -> None:
     found = write_all(tmp_path / "out", make_units())
     with (tmp_path / "out" / "model.safetensors").open("r+b") as file:
