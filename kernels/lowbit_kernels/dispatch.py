@@ -138,17 +138,11 @@ def matmul(
     Raises ValueError for shapes, dtypes or devices that do not fit, or a config whose variant refuses.
     """
     n, k = weight.out_features, weight.in_features
-    if x.dtype not in FLOATS:
-        raise ValueError(f"x is {_name(x.dtype)}; use float16, bfloat16 or float32")
-    _require("x", x, (*x.shape[:-1], k), (x.dtype,))
+    _check(x, weight, bias)
     if out is None:
         out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     _require("out", out, (*x.shape[:-1], n), (x.dtype,))
-    if bias is not None:
-        _require("bias", bias, (n,), FLOATS)
-    for name, tensor in (("weight", weight.words), ("out", out), ("bias", bias)):
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, x on {x.device}")
+    _same_device("out", out, x)
     if x.numel() == 0:
         return out
     problem = problem_of(x, weight)
@@ -166,16 +160,31 @@ def gated_matmul(x: Tensor, weight: AnyWeight, bias: Tensor | None = None) -> Te
 
     Raises ValueError for an x or a bias that does not fit.
     """
-    n, k = weight.out_features, weight.in_features
-    if x.numel() and x.shape[-1] == k and isinstance(weight, FragmentWeight):
+    n, k = weight.out_features // 2, weight.in_features
+    _check(x, weight, bias)
+    if isinstance(weight, FragmentWeight) and x.numel():
         config = choose(problem_of(x, weight))
         if config.variant == "decode" and config.split_k == 1:
-            if bias is not None:
-                _require("bias", bias, (n,), FLOATS)
-            out = torch.empty((*x.shape[:-1], n // 2), dtype=x.dtype, device=x.device)
-            _launch_decode(x.reshape(-1, k), weight, bias, out.view(-1, n // 2), config, gated=True)
+            out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+            _launch_decode(x.reshape(-1, k), weight, bias, out.view(-1, n), config, gated=True)
             return out
     return gated(matmul(x, weight, bias))
+
+
+def _check(x: Tensor, weight: AnyWeight, bias: Tensor | None) -> None:
+    """Raise ValueError for what cannot be multiplied."""
+    if x.dtype not in FLOATS:
+        raise ValueError(f"x is {_name(x.dtype)}; use float16, bfloat16 or float32")
+    _require("x", x, (*x.shape[:-1], weight.in_features), (x.dtype,))
+    _same_device("weight", weight.words, x)
+    if bias is not None:
+        _require("bias", bias, (weight.out_features,), FLOATS)
+        _same_device("bias", bias, x)
+
+
+def _same_device(name: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.device != x.device:
+        raise ValueError(f"{name} is on {tensor.device}, x on {x.device}")
 
 
 def expert_matmul(x: Tensor, weight: FragmentWeight, routes: Tensor, pairs: int) -> Tensor:

@@ -80,19 +80,23 @@ def linear(
     bits: int,
     group_size: int,
     out_features: int,
+    gate: bool = False,
 ) -> Tensor:
     """Return x @ dequantized.T + bias: the kernel on a GPU, the reference elsewhere.
 
     x: [..., K].  words, scale, zero_point: as in GemmWeight, or as in the FragmentWeight of dispatch.prepare,
     whose words have four dimensions.  bias: [N].  group_size: K for one group a row.  out_features: N.
-    Returns [..., N] in x's dtype.  Raises ValueError for shapes or dtypes that do not fit.
+    gate: rows are in the order of reference.interleave, and of the product only silu(gate) · up is returned.
+    Returns [..., N], with gate [..., N / 2], in x's dtype.
+    Raises ValueError for shapes or dtypes that do not fit.
     """
     weight = as_weight(words, scale, zero_point, bits, group_size, x.shape[-1], out_features)
     if x.is_cuda:
-        return dispatch.matmul(x, weight, bias)
+        return (dispatch.gated_matmul if gate else dispatch.matmul)(x, weight, bias)
     if isinstance(weight, FragmentWeight):
         weight = restore(weight)
-    return matmul_reference(x, weight.words, weight.scale, weight.zero_point, bits, group_size, bias)
+    y = matmul_reference(x, weight.words, weight.scale, weight.zero_point, bits, group_size, bias)
+    return gated(y) if gate else y
 
 
 @linear.register_fake
@@ -105,40 +109,9 @@ def _(
     bits: int,
     group_size: int,
     out_features: int,
+    gate: bool = False,
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], out_features))
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::gated_linear", mutates_args=())
-def gated_linear(
-    x: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
-    """Return silu(gate) · up of linear(), whose rows reference.interleave has put in order: [..., N / 2]."""
-    if x.is_cuda:
-        weight = as_weight(words, scale, zero_point, bits, group_size, x.shape[-1], out_features)
-        return dispatch.gated_matmul(x, weight, bias)
-    return gated(linear(x, words, scale, zero_point, bias, bits, group_size, out_features))
-
-
-@gated_linear.register_fake
-def _(
-    x: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], out_features // 2))
+    return x.new_empty((*x.shape[:-1], out_features // 2 if gate else out_features))
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::route", mutates_args=())

@@ -36,15 +36,7 @@ from lowbit.skeleton import load as load_tensors
 from lowbit.validate import gemm_weight
 from lowbit_kernels.dispatch import GemmWeight, concatenate, install, prepare
 from lowbit_kernels.fragment import FragmentWeight
-from lowbit_kernels.functional import (
-    as_weight,
-    expert_linear,
-    gated_linear,
-    linear,
-    quantize,
-    restore,
-    route,
-)
+from lowbit_kernels.functional import as_weight, expert_linear, linear, quantize, restore, route
 from lowbit_kernels.reference import gated, interleave
 from lowbit_kernels.tables import read_table
 
@@ -77,6 +69,9 @@ class QuantLinear(nn.Module):
         return weight if isinstance(weight, GemmWeight) else restore(weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self._product(x, gate=False)
+
+    def _product(self, x: Tensor, gate: bool) -> Tensor:
         return linear(
             x,
             self.words,
@@ -86,6 +81,7 @@ class QuantLinear(nn.Module):
             self.bits,
             self.group_size,
             self.out_features,
+            gate,
         )
 
     def weight_now(self) -> GemmWeight | FragmentWeight:
@@ -140,17 +136,8 @@ class GatedProduct(QuantLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() > GATED_TOKENS * self.in_features:
-            return gated(super().forward(x))
-        return gated_linear(
-            x,
-            self.words,
-            self.scale,
-            self.zero_point,
-            self.bias,
-            self.bits,
-            self.group_size,
-            self.out_features,
-        )
+            return gated(self._product(x, gate=False))
+        return self._product(x, gate=True)
 
 
 class GatedMLP(nn.Module):

@@ -54,7 +54,7 @@ def test_compiled_in_one_graph():
     x = torch.randn(3, 128).to(torch.bfloat16)
     torch.library.opcheck(functional.linear, (x, packed, scales, zeros, torch.randn(48), 4, 64, 48))
     torch.library.opcheck(functional.linear, (x, packed, scales, None, None, 4, 64, 48))
-    torch.library.opcheck(functional.gated_linear, (x, packed, scales, zeros, torch.randn(48), 4, 64, 48))
+    torch.library.opcheck(functional.linear, (x, packed, scales, zeros, torch.randn(48), 4, 64, 48, True))
 
 
 PREPARED = [
