@@ -316,8 +316,9 @@ def _fetch_x(x_desc, x, full, stage, token, tile, pred):
 
 
 @gluon.jit
-def _share_of(program, m, n, whole, share, pitch, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """First unit of a program's share, and the first that is not in it; equal where it has none.
+def _units_of(place, program, m, n, whole, share, pitch, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """First unit of the whole tile `place`, or where there is none of the program's share, and the first that
+    is not in it; equal where the program has no share.
 
     Units are the steps of one tile after the other, pitch of them to a tile. The last programs have the first
     shares: who starts a tile waits for those that go on with it, and only for programs launched before it.
@@ -325,7 +326,10 @@ def _share_of(program, m, n, whole, share, pitch, BLOCK_M: gl.constexpr, BLOCK_N
     units = gl.cdiv(m, BLOCK_M) * gl.cdiv(n, BLOCK_N) * pitch
     unit = whole * pitch + (gl.cdiv(units - whole * pitch, share) - 1 - program) * share
     end = gl.minimum(unit + share, units)
-    if unit < whole * pitch:
+    if place < whole:
+        unit = place * pitch
+        end = unit + pitch
+    elif unit < whole * pitch:
         unit = units
         end = units
     return unit, end
@@ -338,11 +342,7 @@ def _next(
     """The range of units after unit's tile: of every programs-th whole tile, and then of the share."""
     place = unit // pitch
     if place < whole:
-        place += programs
-        unit = place * pitch
-        end = unit + pitch
-        if place >= whole:
-            unit, end = _share_of(program, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
+        unit, end = _units_of(place + programs, program, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
     else:
         unit = gl.minimum((place + 1) * pitch, end)
     return unit, end
@@ -678,10 +678,7 @@ def hopper_kernel(
     """
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     program = gl.program_id(0)
-    unit, end = _share_of(program, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
-    if program < whole:
-        unit = program * pitch
-        end = unit + pitch
+    unit, end = _units_of(program, program, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
 
     x = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, 128], x_desc.layout)
     words = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N // 16, 256], words_desc.layout)

@@ -41,8 +41,8 @@ def python(monkeypatch):
     """The kernel's device functions as functions of Python's integers."""
     plain = SimpleNamespace(minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b))
     monkeypatch.setattr(hopper, "gl", plain)
-    functions = {name: getattr(hopper, name).fn for name in ("_share_of", "_next", "_segment", "_part")}
-    monkeypatch.setattr(hopper, "_share_of", functions["_share_of"])
+    functions = {name: getattr(hopper, name).fn for name in ("_units_of", "_next", "_segment", "_part")}
+    monkeypatch.setattr(hopper, "_units_of", functions["_units_of"])
     return SimpleNamespace(**functions)
 
 
@@ -54,9 +54,7 @@ def test_every_step_of_every_tile_is_taken_once(case, python):
     division = shares.whole, shares.share, shares.pitch
     taken = defaultdict(list)
     for program in range(shares.programs):
-        unit, end = python._share_of(program, m, n, *division, BLOCK_M, BLOCK_N)
-        if program < shares.whole:
-            unit, end = program * shares.pitch, (program + 1) * shares.pitch
+        unit, end = python._units_of(program, program, m, n, *division, BLOCK_M, BLOCK_N)
         assert unit < end
         while unit < end:
             token, row, first, count = python._segment(unit, end, m, n, steps, shares.pitch, BLOCK_M, BLOCK_N)
