@@ -33,7 +33,7 @@ class Workspace:
         self.left = _memory(device) // 4 if memory_bytes is None else memory_bytes
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised tensor; the caller gives it back with `release` or keeps it."""
+        """Uninitialised tensor, whose bytes count until the end of the scope."""
         nbytes = prod(shape) * dtype.itemsize
         if nbytes <= self.left:
             self.left -= nbytes

@@ -393,14 +393,19 @@ def test_same_bits_every_time(config, device):
         assert torch.equal(first, launch(problem, weight, config))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("config", [decode(split_k=4), gemm(block_k=64, split_k=4)], ids=["decode", "gemm"])
-def test_split_k_under_a_graph_and_two_streams(config):
+def on_gpu(config):
+    """A problem on the GPU, its weight as kernels read it, and what config makes of them."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     problem = make_problem(Case(5, 4096, 2048, 128, config), "cuda")
     weight = prepare(problem.weight)
-    expected = launch(problem, weight, config)
+    return problem, weight, launch(problem, weight, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [decode(split_k=4), gemm(block_k=64, split_k=4)], ids=["decode", "gemm"])
+def test_split_k_under_a_graph_and_two_streams(config):
+    problem, weight, expected = on_gpu(config)
     out = torch.empty_like(expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -420,12 +425,8 @@ def test_split_k_under_a_graph_and_two_streams(config):
 
 @pytest.mark.gpu
 def test_timing_gives_counters_back():
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
     config = decode(split_k=4)
-    problem = make_problem(Case(5, 4096, 2048, 128, config), "cuda")
-    weight = prepare(problem.weight)
-    launch(problem, weight, config)
+    problem, weight, _ = on_gpu(config)
     before = {device: counters.numel() for device, counters in fragment._unused_counters.items()}
     time_graph(lambda i: launch(problem, weight, config), 2)
     assert {device: counters.numel() for device, counters in fragment._unused_counters.items()} == before
@@ -479,12 +480,8 @@ def test_lent_counters_are_those_of_one_thread(streams, monkeypatch):
 
 @pytest.mark.gpu
 def test_launches_of_a_graph_share_counters():
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
     config = decode(split_k=4)
-    problem = make_problem(Case(5, 4096, 2048, 128, config), "cuda")
-    weight = prepare(problem.weight)
-    expected = launch(problem, weight, config)
+    problem, weight, expected = on_gpu(config)
     for _ in range(2):
         before = fragment._unused_counters[0].numel()
         outs = [torch.full_like(expected, float("nan")) for _ in range(20)]
