@@ -14,10 +14,13 @@ from .fragment import FragmentWeight, lent_counters
 from .layout import FragmentLayout
 
 
-def time_graph(call: Callable[[int], object], copies: int, milliseconds: float = 8.0) -> float:
+def time_graph(
+    call: Callable[[int], object], copies: int, milliseconds: float = 8.0, settle: float = 0.0
+) -> float:
     """Median microseconds of call(i), i running over `copies` sets of inputs, in replays of a CUDA graph.
 
     The copies together should exceed three times the L2 cache (see copies_for), so that calls find it cold.
+    settle: milliseconds of replays that are not counted, in which a card at its power limit slows down.
     """
     for i in (0, copies - 1):
         call(i)
@@ -32,6 +35,9 @@ def time_graph(call: Callable[[int], object], copies: int, milliseconds: float =
                 for i in range(copies):
                     call(i)
         graph.replay()
+        spent = 0.0
+        while spent < settle:
+            spent += _elapsed(graph.replay)
         times: list[float] = []
         while len(times) < 5 or (sum(times) < milliseconds and len(times) < 15):
             times.append(_elapsed(graph.replay))
