@@ -188,9 +188,9 @@ def rows_of(shape: Shape, deadline: float) -> tuple[list[dict[str, Any]], list[A
         rows.append(row | {"config": asdict(config), "rejected": best.rejected})
     del half, halves
     torch.cuda.empty_cache()
-    for name, times in rival_times(weight, xs, truth).items():
+    for name, by_tokens in rival_times(weight, xs, truth).items():
         for row in rows:
-            row[f"{name}_us"] = times[row["m"]]
+            row[f"{name}_us"] = by_tokens[row["m"]]
     return rows, tuned
 
 
@@ -207,10 +207,10 @@ def varied_rows() -> list[dict[str, Any]]:
                 for name, kind in kinds.items():
                     configs = [rule(kind.problem(m))]
                     found[name].append(measure(kind, m, weights[name], dense[name], configs))
-            for name, times in found.items():
-                us = statistics.median(one.us for one in times)
+            for name, measured in found.items():
+                us = statistics.median(one.us for one in measured)
                 row = {"n": shape.n, "k": shape.k, "m": m, "what": name, "us": us}
-                rows.append(row | {"rel_err": times[0].rel_err})
+                rows.append(row | {"rel_err": measured[0].rel_err})
     return rows
 
 
