@@ -449,7 +449,8 @@ class Block:
 
     def run(self, stream: Tensor, batch: slice, **callbacks: Any) -> Tensor | None:
         """The block's output [B, T, D] for a batch of a stream, None if a callback had seen enough."""
-        hidden = stream[batch].to(self.engine.device, self.engine.dtype)
+        # a copy: a block may write into what it is given
+        hidden = stream[batch].to(self.engine.device, self.engine.dtype, copy=True)
         output = self.forward(
             hidden, self.engine.calls[hidden.shape[0], hidden.shape[1]][self.index], **callbacks
         )
@@ -520,7 +521,7 @@ class Block:
 
         def made(product: Product, y: Tensor) -> None:
             # either may be added to in place later
-            events.append(_Event(product, "", y.clone()))
+            events.append(_Event(product, "", y.clone(), product.x._version))
 
         def entered(name: str) -> Callable[[Tensor], None]:
             return lambda z: events.append(_Event(None, name, z.clone()))
@@ -529,13 +530,18 @@ class Block:
         output = self.run(stream, slice(0, 1), after=made, entering=inside)
         assert output is not None
         products = [event.product for event in events if event.product is not None]
+        versions: dict[str, int] = {}
+        for event in events:
+            if event.product is not None:
+                versions.setdefault(event.product.param, event.version)
         calls = Counter(product.param for product in products)
         meets = _meetings(hidden, events, output) if self.engine.following.residual else {}
         inputs: dict[Any, list[Product]] = {}
         keys: dict[str, Any] = {}
         for product in products:
-            # x is alive in events, so that its address is its own
-            key = product.param if product.expert is not None else (product.x.data_ptr(), product.x.numel())
+            # x is alive in events, so that its address is its own until it is written into
+            place = product.x.data_ptr(), product.x.numel(), versions[product.param]
+            key = product.param if product.expert is not None else place
             inputs.setdefault(keys.setdefault(product.param, key), []).append(product)
         groups = []
         for members in inputs.values():
@@ -544,7 +550,9 @@ class Block:
             experts = first.expert is not None
             every = first.x.numel() // first.x.shape[-1] == hidden.shape[1]
             once = every and not experts and all(calls[param] == 1 for param in params)
-            alone = meets.get(params[0]) if once and len(params) == 1 else None
+            # where the stream is met, its input has to be what it was
+            steady = first.x._version == versions[params[0]]
+            alone = meets.get(params[0]) if once and steady and len(params) == 1 else None
             groups.append(_Group(params, experts, once, alone))
         return groups
 
@@ -688,11 +696,15 @@ def _input_hook(seen: Callable[[Tensor], None]) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class _Event:
-    """What happened in a forward: a product gave `tensor`, or the module called `entered` was given it."""
+    """What happened in a forward: a product gave `tensor`, or the module called `entered` was given it.
+
+    version: how often the product's input had been written into by then.
+    """
 
     product: Product | None
     entered: str
     tensor: Tensor
+    version: int = 0
 
 
 def _meetings(hidden: Tensor, events: list[_Event], output: Tensor) -> dict[str, str]:

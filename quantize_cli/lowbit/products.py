@@ -31,6 +31,9 @@ class Product:
     x: Tensor
 
 
+# what `x.data` calls: another object each time, equal to this one
+_DATA = vars(torch._C.TensorBase)["data"].__get__
+
 # where the input and the weight stand among a function's arguments
 _OPERANDS = {
     F.linear: (0, 1),
@@ -70,8 +73,9 @@ class Kept:
     """Results of a module for one input, so that running it again goes on where weights may still change.
 
     Products, attention and whole submodules come in the same order in every run. Their results are kept from
-    the start of the run up to the first product with a weight that is not `settled`, as long as `take` grants
-    their bytes (a negative number gives some back). A submodule's result stands for all inside it.
+    the start of the run up to the first use of a weight that is not `settled`, whatever function uses it, and
+    the first submodule that changes more than what it returns; as long as `take` grants their bytes (a
+    negative number gives some back). A submodule's result stands for all inside it.
     """
 
     def __init__(self, settled: Callable[[str], bool], take: Callable[[int], bool]) -> None:
@@ -86,12 +90,18 @@ class Kept:
         """Begin a run."""
         self.at, self.following = 0, True
 
+    def use(self, param: str) -> None:
+        """What comes now depends on the weight."""
+        self.following = self.following and self.settled(param)
+
     def result(self, param: str | None, compute: Callable[[], Any]) -> Any:
         """What compute returns, a tensor, from an earlier run if that is known.
 
         param: the weight that it uses, None for none.
         """
-        self.following = self.following and (param is None or self.settled(param)) and self.at != self.limit
+        if param is not None:
+            self.use(param)
+        self.following = self.following and self.at != self.limit
         if not self.following:
             return compute()
         if self.at < len(self.results):
@@ -115,7 +125,7 @@ class Kept:
         own = {name: part.__dict__["forward"] for name, part in parts if "forward" in part.__dict__}
         for name, part in parts:
             # on the instance: a module's hooks are called by its class, before and after
-            part.__dict__["forward"] = partial(self._submodule, name, part.forward)
+            part.__dict__["forward"] = partial(self._submodule, name, part, part.forward)
         try:
             yield
         finally:
@@ -124,9 +134,13 @@ class Kept:
                 if name in own:
                     part.__dict__["forward"] = own[name]
 
-    def _submodule(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _submodule(
+        self, name: str, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         first = self.at
-        known = self.results[first] if self.following and first < len(self.results) else None
+        if not self.following:
+            return forward(*args, **kwargs)
+        known = self.results[first] if first < len(self.results) else None
         if known is not None and known.module == name:
             if known.untouched():
                 self.at += 1
@@ -134,8 +148,11 @@ class Kept:
             self.passed_on.add(name)
             self._forget(first)
         given = list(_tensors([args, kwargs]))
-        before = _versions(given)
+        before, state = _versions(given), list(_state(part))
         value = forward(*args, **kwargs)
+        if not all(map(_is_plain, (*args, *kwargs.values()))) or not _same_state(state, list(_state(part))):
+            # what it leaves there is not in its result, and may be what others go by
+            self.following = False
         parts = value if isinstance(value, tuple) else (value,)
         found = tuple(_tensors(parts))
         if (
@@ -178,6 +195,31 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
+def _is_plain(value: Any) -> bool:
+    """A tensor, or nothing that could be written into."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(
+        value, Tensor | bool | int | float | complex | str | torch.dtype | torch.device
+    )
+
+
+def _state(module: nn.Module) -> Iterator[tuple[Any, int]]:
+    """What the attributes of a module and those in it hold, also one level into containers: each object, and
+    how often it had been written into if it is a tensor."""
+    for part in module.modules():
+        for value in vars(part).values():
+            inside = value.values() if isinstance(value, dict) else value
+            for held in inside if isinstance(value, dict | list | tuple | set) else (value,):
+                yield held, held._version if isinstance(held, Tensor) else 0
+
+
+def _same_state(before: list[tuple[Any, int]], after: list[tuple[Any, int]]) -> bool:
+    return len(before) == len(after) and all(
+        a is b and old == new for (a, old), (b, new) in zip(before, after, strict=True)
+    )
+
+
 def _versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(t._version for t in tensors)
 
@@ -215,13 +257,16 @@ class Products(TorchFunctionMode):
             return func(*args, **kwargs).to(self.dtype)
         if func is F.scaled_dot_product_attention and self.kept is not None:
             return self.kept.result(None, lambda: func(*args, **kwargs))
+        if func == _DATA:
+            # the same, but for counting what is written into it
+            return args[0].detach()
         if func not in _OPERANDS:
-            return func(*args, **kwargs)
+            return self._unwatched(func, args, kwargs)
         at_x, at_weight = _OPERANDS[func]
         weight = args[at_weight] if len(args) > at_weight else None
-        owner = None if weight is None else self.owners.get(weight.untyped_storage().data_ptr())
+        owner = None if weight is None else self._owner(weight)
         if weight is None or owner is None:
-            return func(*args, **kwargs)
+            return self._unwatched(func, args, kwargs)
         name, param = owner
         products = list(_products(name, param, weight, args[at_x]))
         if self.before:
@@ -234,6 +279,20 @@ class Products(TorchFunctionMode):
         y = compute() if self.kept is None else self.kept.result(name, compute)
         if self.after and len(products) == 1:
             self.after(products[0], y)
+        return y
+
+    def _owner(self, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """The watched parameter that holds a tensor, and its name."""
+        return self.owners.get(tensor.untyped_storage().data_ptr())
+
+    def _unwatched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function that is no product of a watched parameter, though it may use one."""
+        y = func(*args, **kwargs)
+        if self.kept is not None and self.kept.following and any(True for _ in _tensors(y)):
+            for tensor in _tensors([args, kwargs]):
+                owner = self._owner(tensor)
+                if owner is not None:
+                    self.kept.use(owner[0])
         return y
 
 
