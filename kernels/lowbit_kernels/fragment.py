@@ -414,8 +414,10 @@ def _finish(
         if done == SPLIT_K - 1:
             acc = tl.zeros(acc.shape, dtype=tl.float32)
             # all loads of eight are under way together; more would need more registers than the product
+            # Triton 3.4 takes no min() of constants for one
+            AT_ONCE: tl.constexpr = 8 if SPLIT_K > 8 else SPLIT_K
             for start in tl.range(0, SPLIT_K, 8, num_stages=1):
-                for i in tl.static_range(min(8, SPLIT_K)):
+                for i in tl.static_range(AT_ONCE):
                     there = mask & (start + i < SPLIT_K)
                     acc += tl.load(cells + (start + i) * step, mask=there, other=0.0, cache_modifier=".cg")
             _write(acc, rows, tokens, mask, bias_ptr, out_ptr, n, stride_om, stride_on, HAS_BIAS)
