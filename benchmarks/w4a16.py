@@ -63,7 +63,7 @@ VARIED_SHAPES = [Shape(28672, 4096), Shape(4096, 4096)]
 VARIED_TOKENS = (1, 8, 16, 256)
 
 # Milliseconds; clocks were seen to fall for 100 to 200.
-SETTLE = 250.0
+SETTLE = 200.0
 
 # Looser than ours: some accumulate in fp16.
 RIVAL_TOLERANCE = 2e-2
