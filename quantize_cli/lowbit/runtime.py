@@ -471,10 +471,14 @@ def _is_gated(module: Any) -> bool:
     """Whether a module does down(silu(gate(x)) · up(x)) and no more, by transformers' names for its parts."""
     if {name for name, _ in module.named_children()} != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
+    # what others have put around it would be lost with it
+    if module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module):
+        return False
     try:
-        *_, output = _Whole().trace(module).nodes
+        nodes = list(_Whole().trace(module).nodes)
     except (fx.proxy.TraceError, TypeError, AttributeError):
         return False
+    output = nodes[-1]
 
     def spelled(node: fx.Node) -> str:
         if node.op == "placeholder":
@@ -484,8 +488,11 @@ def _is_gated(module: Any) -> bool:
 
     done = [spelled(node) for node in output.all_input_nodes]
     grid = torch.linspace(-8, 8, 33)
-    return done == ["down_proj(mul(act_fn(gate_proj(x)), up_proj(x)))"] and torch.equal(
-        module.act_fn(grid), nn.functional.silu(grid)
+    # x, four modules, a product and the output; a write in place would be one more, which nothing reads
+    return (
+        len(nodes) == 7
+        and done == ["down_proj(mul(act_fn(gate_proj(x)), up_proj(x)))"]
+        and torch.equal(module.act_fn(grid), nn.functional.silu(grid))
     )
 
 

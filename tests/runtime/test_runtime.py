@@ -246,6 +246,26 @@ class UpGated(MLP):
         return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
 
+class InPlace(MLP):
+    def forward(self, x):
+        up = self.up_proj(x)
+        up.mul_(2)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * up)
+
+
+def hooked():
+    mlp = MLP()
+    mlp.register_forward_hook(lambda module, args, y: y * 2)
+    return mlp
+
+
+def wrapped():
+    mlp = MLP()
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) * 2
+    return mlp
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_gate_of_an_mlp_becomes_part_of_its_product(bias):
@@ -265,8 +285,8 @@ def test_the_gate_of_an_mlp_becomes_part_of_its_product(bias):
 @torch.no_grad()
 @pytest.mark.parametrize(
     "mlp",
-    [lambda: MLP(torch.nn.GELU), lambda: MLP(up_bits=8), Doubled, UpGated],
-    ids=["gelu", "unlike bits", "more than a product", "gate and up changed"],
+    [lambda: MLP(torch.nn.GELU), lambda: MLP(up_bits=8), Doubled, UpGated, InPlace, hooked, wrapped],
+    ids=["gelu", "unlike bits", "more than a product", "gate and up changed", "in place", "hook", "wrapper"],
 )
 def test_other_mlps_keep_their_own_code(mlp):
     torch.manual_seed(0)
