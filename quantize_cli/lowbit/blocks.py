@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations import Saved, State, Workspace
-from lowbit.errors import CalibrationError, PlanError
+from lowbit.errors import CalibrationError, PlanError, SourceError
 from lowbit.hessian import LayerStats, Moments, add_tokens, finish, start_moments
 from lowbit.plan import LayerPlan
 from lowbit.products import Kept, Product, Products
@@ -94,10 +94,17 @@ class LayerWork:
 
 
 def check_model(source: WeightSource, *, trust_remote_code: bool = False) -> None:
-    """Raise PlanError for a model that cannot be built, before a weight of it is read."""
-    build_skeleton(
+    """Raise PlanError for a model that cannot be built, SourceError for one that has tensors for fewer blocks
+    than its config says, before a weight of it is read."""
+    skeleton = build_skeleton(
         source, dtype=torch.float32, device=torch.device("cpu"), trust_remote_code=trust_remote_code
     )
+    for name in skeleton.blocks:
+        if not any(target.startswith(f"{name}.") for target in skeleton.origins):
+            raise SourceError(
+                f"{source.name}: config.json asks for {len(skeleton.blocks)} decoder blocks, but there is no "
+                f"tensor of {name}; one of the two is of another model"
+            )
 
 
 @contextmanager

@@ -248,9 +248,14 @@ def load_tokenizer(weights: WeightSource) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(weights.path)
-    except (OSError, ValueError, KeyError) as e:
-        raise SourceError(f"{weights.name}: no usable tokenizer: {' '.join(str(e).split())[:200]}") from None
+        tokenizer = AutoTokenizer.from_pretrained(weights.path)
+    # whatever transformers makes of the files that it is given
+    except Exception as e:
+        reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        raise SourceError(f"{weights.name}: no usable tokenizer ({reason}); copy the original's") from None
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise SourceError(f"{weights.path / 'tokenizer_config.json'}: model_max_length is not a number")
+    return tokenizer
 
 
 def load_model(

@@ -64,8 +64,6 @@ def _continue(
     path: str | Path, prompt: str, max_new_tokens: int, chat: bool, device: torch.device
 ) -> tuple[str, bool]:
     """The text, and whether it was cut at the limit."""
-    from transformers import GenerationConfig
-
     with open_weights(path) as weights, torch.no_grad():
         tokenizer = load_tokenizer(weights)
         if chat:
@@ -78,16 +76,25 @@ def _continue(
             model = runtime.load(weights.path, device=device)
         else:
             model = load_model(weights, device).model
-            if (weights.path / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(weights.path)
+            if (generation := runtime.read_generation(weights.path)) is not None:
+                model.generation_config = generation
         check_length(model, inputs.input_ids.shape[1] + max_new_tokens, "--max-new-tokens")
-        output = model.generate(
-            input_ids=inputs.input_ids,
-            attention_mask=inputs.attention_mask,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        )
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        try:
+            output = model.generate(
+                input_ids=inputs.input_ids,
+                attention_mask=inputs.attention_mask,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                pad_token_id=pad,
+            )
+        # what generate raises for settings of another type than it expects, or that contradict each other
+        except (TypeError, ValueError, AttributeError) as e:
+            file = weights.path / "generation_config.json"
+            if not file.is_file():
+                raise
+            reason = " ".join(str(e).split())[:200]
+            raise SourceError(f"{file}: cannot be followed ({reason}); copy the original's") from None
         ends = model.generation_config.eos_token_id
     new = output[0, inputs.input_ids.shape[1] :].tolist()
     cut = len(new) == max_new_tokens and new[-1] not in (ends if isinstance(ends, list) else [ends])

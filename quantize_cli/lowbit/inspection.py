@@ -158,6 +158,8 @@ def _splits(folder: Folder, ranks: int) -> str | None:
     text = folder.config.get("text_config") or folder.config
     heads = text.get("num_attention_heads", text.get("n_head"))
     kv_heads = text.get("num_key_value_heads", heads)
+    # some models have a list of them, one number a block
+    heads, kv_heads = (count if type(count) is int else None for count in (heads, kv_heads))
     if heads and heads % ranks:
         return f"{heads} attention heads do not divide by {ranks}"
     if kv_heads and kv_heads % ranks and ranks % kv_heads:

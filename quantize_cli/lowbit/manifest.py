@@ -24,6 +24,18 @@ class _Scheme(_Part):
     scale_dtype: str
 
 
+class _Errors(_Part):
+    """What was measured of a layer, see validate.LayerErrors; nothing where layers were not proved."""
+
+    weight_error: float
+    output_error: float
+    snr_db: float
+
+
+class _Nothing(_Part):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
 class _Layer(_Part):
     """A quantized layer and where its weight lies in the source, see plan.LayerPlan."""
 
@@ -36,9 +48,9 @@ class _Layer(_Part):
     expert: int | None = None
     rows: Pair | None = None
     transposed: bool = False
-    fallback: str | None = None
+    fallback: str | None
     checksums: dict[str, str] = {}
-    errors: dict[str, float] | None = None
+    errors: _Errors | _Nothing
 
 
 class _Copied(_Part):
@@ -49,7 +61,7 @@ class _Copied(_Part):
     dtype: str
     nbytes: int
     reason: str
-    linear: bool = False
+    linear: bool
     checksum: str | None = None
 
 
@@ -63,16 +75,23 @@ class _Output(_Part):
     checksums: dict[str, str] = {}
 
 
+class _Recipe(_Part):
+    bits: int
+    format: str
+
+
 class _Manifest(_Part):
     lowbit: str
-    recipe: dict[str, Any]
+    recipe: _Recipe
     versions: dict[str, str]
+    seed: int
     source: _Source
     output: _Output
     layers: list[_Layer]
     copied: list[_Copied]
     dropped: dict[str, str]
     notes: list[str]
+    eval: dict[str, float] = {}
 
 
 def complaint(manifest: dict[str, Any]) -> str | None:

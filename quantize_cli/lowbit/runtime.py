@@ -322,9 +322,30 @@ def load(
     built.tie_weights()
     share_products(built)
     built.save_pretrained = _cannot_save
-    if (folder.path / "generation_config.json").is_file():
-        built.generation_config = type(built.generation_config).from_pretrained(folder.path)
+    if (generation := read_generation(folder.path)) is not None:
+        built.generation_config = generation
     return built
+
+
+def read_generation(folder: Path) -> Any:
+    """The GenerationConfig of a folder, None without one; SourceError if it cannot be one."""
+    from transformers import GenerationConfig
+
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return None
+    try:
+        found = GenerationConfig.from_pretrained(folder)
+    # whatever its checks raise
+    except Exception as e:
+        reason = " ".join(str(e).split())[:200]
+        raise SourceError(f"{file}: not a generation config ({reason}); copy the original's") from None
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(found, key)
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None and type(token) is not int:
+                raise SourceError(f"{file}: {key} is {str(value)[:40]!r}, not a token; copy the original's")
+    return found
 
 
 def _cannot_save(*args: Any, **kwargs: Any) -> None:

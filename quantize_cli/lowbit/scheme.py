@@ -36,12 +36,15 @@ class QuantScheme:
     scale_dtype: ScaleDtype = "float16"
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
+        # 4.0 and True equal whole numbers, and a file may hold anything
+        if type(self.bits) is not int or self.bits not in BITS:
             raise PlanError(f"bits {self.bits} is not supported; use one of {', '.join(map(str, BITS))}")
-        if self.group_size not in GROUP_SIZES:
+        if type(self.group_size) is not int or self.group_size not in GROUP_SIZES:
             raise PlanError(
                 f"group {self.group_size} is not supported; use one of {', '.join(map(str, GROUP_SIZES))}"
             )
+        if type(self.symmetric) is not bool:
+            raise PlanError(f"symmetric is {self.symmetric!r}; it is true or false")
 
     @property
     def max_code(self) -> int:

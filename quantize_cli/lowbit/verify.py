@@ -552,12 +552,20 @@ def reach_source(folder: Folder, given: str | Path | None, stack: ExitStack) -> 
     name = (folder.manifest or {}).get("source", {}).get("name")
     if name is None:
         return None, "no --source given, and no manifest names one"
-    if name != "demo" and not Path(name).exists():
+    if name != "demo" and not _exists(name):
         return None, f"{name} is not on this machine; give --source"
     try:
         return stack.enter_context(open_source(name)), "ok"
     except LowbitError as e:
         return None, f"the manifest's source cannot be opened: {e}"
+
+
+def _exists(name: str) -> bool:
+    """Whether there is such a file or folder; a name that no file can have has none."""
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):
+        return False
 
 
 def check_rest(folder: Folder, source: Source | None) -> Iterator[Fault]:

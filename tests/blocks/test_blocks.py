@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -713,6 +714,14 @@ def test_an_incomplete_checkpoint_is_named(tiny: Tiny, tmp_path: Path) -> None:
         pytest.raises(SourceError, match=r"missing tensor for model\.layers\.1\.input_layernorm\.weight"),
     ):
         run(engine)
+
+
+def test_a_config_of_more_blocks_than_there_are_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    folder = save_model("llama", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    with open_source(str(folder)) as source, pytest.raises(SourceError, match=r"5 decoder blocks.*layers\.3"):
+        blocks.check_model(source)
 
 
 def test_layers_outside_the_blocks_are_listed(tiny: Tiny) -> None:

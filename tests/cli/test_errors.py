@@ -92,6 +92,10 @@ def test_every_user_error_has_its_exit_code() -> None:
         (errno.EDQUOT, "quota"),
         (errno.EACCES, "permission denied"),
         (errno.EROFS, "read-only"),
+        (errno.EFBIG, "ulimit -f"),
+        (errno.ENAMETOOLONG, "too long"),
+        (errno.ELOOP, "symbolic links"),
+        (errno.EMFILE, "ulimit -n"),
     ],
 )
 def test_refusals_of_the_system_are_one_line(

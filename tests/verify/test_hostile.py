@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,7 @@ from lowbit import evaluate, inspection, pipeline, report, verify
 from lowbit.convert import convert
 from lowbit.errors import LowbitError
 from lowbit.folder import EVALUATION, KERNELS
+from lowbit.generate import generate
 from lowbit.recipe import Recipe
 
 TABLE = {"device": "x", "arch": "sm_90", "date": "", "rows": 3}
@@ -45,6 +47,13 @@ def quantization(**keys: Any) -> Callable[[Path], None]:
     return edit("config.json", lambda document: document["quantization_config"].update(keys))
 
 
+def weights(**keys: Any) -> Callable[[Path], None]:
+    def change(document: dict[str, Any]) -> None:
+        document["quantization_config"]["config_groups"]["group_0"]["weights"].update(keys)
+
+    return edit("config.json", change)
+
+
 def pipe(file: str) -> Callable[[Path], None]:
     def plant(folder: Path) -> None:
         (folder / file).unlink()
@@ -71,6 +80,23 @@ FAULTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "gptq in marlin's layout": ("gptq", quantization(checkpoint_format="marlin"), "'marlin' is not gptq"),
     "nvfp4": ("compressed-tensors", quantization(format="nvfp4-pack-quantized"), "'nvfp4-pack-quantized'"),
     "a target that is no expression": ("compressed-tensors", quantization(ignore=["re:("]), "re:("),
+    "a grid of a list": (
+        "compressed-tensors",
+        weights(symmetric=[[]]),
+        "symmetric is [[]]; it is true or false",
+    ),
+    "bits of 4.0": ("gptq", quantization(bits=4.0), "bits 4.0 is not supported"),
+    "awq with zero-points of text": ("awq", quantization(zero_point="no"), "zero_point is 'no'"),
+    "manifest without a seed": (
+        "gptq",
+        edit("lowbit.json", lambda m: m.pop("seed") and None),
+        "lowbit.json: seed",
+    ),
+    "an error that was not recorded": (
+        "gptq",
+        edit("lowbit.json", lambda m: m["layers"][0]["errors"].pop("snr_db") and None),
+        "lowbit.json: layers.0.errors",
+    ),
     "another method": ("gptq", quantization(quant_method="bitsandbytes"), "config.json: quant_method"),
 }
 
@@ -119,6 +145,40 @@ def test_a_report_names_the_file_that_it_cannot_use(good, tmp_path, file, text):
     (folder / file).write_text(text)
     with pytest.raises(LowbitError, match=file):
         report.report(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "keys"),
+    [
+        ("tokenizer_config.json", {"tokenizer_class": 1}),
+        ("tokenizer_config.json", {"bos_token": [1]}),
+        ("tokenizer_config.json", {"model_max_length": []}),
+        ("config.json", {"hidden_act": 3}),
+        ("generation_config.json", {"eos_token_id": {"a": 1}}),
+        ("generation_config.json", {"bos_token_id": 2.5}),
+        ("generation_config.json", {"output_hidden_states": "x"}),
+        ("generation_config.json", {"num_beams": "two"}),
+    ],
+    ids=str,
+)
+def test_side_files_of_wrong_types_are_named(good, tmp_path, file, keys):
+    folder = shutil.copytree(good["gptq"], tmp_path / "out")
+    edit(file, lambda document: document.update(keys))(folder)
+    with pytest.raises(LowbitError, match=re.escape(str(folder))) as refusal:
+        generate(folder, "the quick", max_new_tokens=1, device="cpu")
+    assert "\n" not in str(refusal.value)
+
+
+def test_numbers_of_heads_that_are_lists_do_not_stop_inspect(good, tmp_path):
+    folder = shutil.copytree(good["gptq"], tmp_path / "out")
+    config(num_attention_heads=[4, 4], num_key_value_heads={"a": 1})(folder)
+    assert inspection.inspect(folder).tensor_parallel >= 1
+
+
+def test_a_source_of_a_name_that_no_file_can_have(good, tmp_path):
+    folder = shutil.copytree(good["gptq"], tmp_path / "out")
+    edit("lowbit.json", lambda document: document["source"].update(name="a" * 300))(folder)
+    assert verify.verify(folder, forward=False).source is None
 
 
 def test_a_converted_folder_has_no_results_of_the_one_before(good, tmp_path):

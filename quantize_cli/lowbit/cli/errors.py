@@ -30,6 +30,10 @@ _REMEDY = {
     errno.EACCES: "permission denied; check who may read and write it",
     errno.EPERM: "operation not permitted; check who may read and write it",
     errno.EROFS: "read-only file system; write to another place",
+    errno.EFBIG: "larger than files may be here; raise `ulimit -f` or write to another file system",
+    errno.ENAMETOOLONG: "file name too long; use a shorter one",
+    errno.ELOOP: "too many symbolic links; check where they point",
+    errno.EMFILE: "too many open files; raise `ulimit -n`",
 }
 
 

@@ -97,7 +97,13 @@ def read_config(config: dict[str, Any]) -> Callable[[str, str], QuantScheme | No
     SourceError if malformed, or of another version than "gemm".
     """
     try:
+        if type(config["zero_point"]) is not bool:
+            raise SourceError(
+                f"quantization_config: zero_point is {config['zero_point']!r}, not true or false"
+            )
         scheme = QuantScheme(config["bits"], config["group_size"], symmetric=not config["zero_point"])
+    except SourceError:
+        raise
     except (KeyError, TypeError, LowbitError) as e:
         raise SourceError(f"quantization_config: malformed ({type(e).__name__}: {e})") from None
     if scheme.bits != 4:
