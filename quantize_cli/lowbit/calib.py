@@ -16,7 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.errors import CalibrationError
+from lowbit.errors import CalibrationError, SourceError
 from lowbit.plan import text_config
 
 if TYPE_CHECKING:
@@ -111,7 +111,10 @@ def load_rows(
     asked = samples * seqlen
     origin = spec or "the text shipped with lowbit"
     documents = _documents(spec)
-    tokenizer = _load_tokenizer(tokenizer_folder, trust_remote_code)
+    try:
+        tokenizer = load_tokenizer(tokenizer_folder, trust_remote_code)
+    except SourceError as e:
+        raise CalibrationError(f"{e}; calibration needs one, --method rtn or hqq does not") from None
     texts = _texts(documents, tokenizer, origin)
     ids = _tokenize(_enough(texts, asked, origin), tokenizer)
     if len(ids) < TOKEN_FLOOR:
@@ -325,19 +328,21 @@ def _thin(text: str, chars: int, pieces: int = 64) -> str:
 # ---- tokens
 
 
-def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder; SourceError if there is none that can be used."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
+        if not isinstance(tokenizer.model_max_length, int | float):
+            raise TypeError("model_max_length is not a number")
+    # a missing file, a value or a class that transformers does not know, or custom code without the flag
     except Exception as e:
-        # a missing file, a class that transformers does not know, or custom code without the flag
         reason = " ".join(str(e).split())[:200]
-        raise CalibrationError(
-            f"{folder}: no usable tokenizer ({reason}); calibration needs one, --method rtn or hqq does not"
-        ) from None
+        raise SourceError(f"{folder}: no usable tokenizer ({reason})") from None
+    return tokenizer
 
 
 def _tokenize(texts: Iterable[str], tokenizer: Any) -> list[int]:

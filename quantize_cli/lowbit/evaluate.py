@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from lowbit import events
 from lowbit.ahead import workers
+from lowbit.calib import load_tokenizer
 from lowbit.checkpoint.header import read_json
 from lowbit.checkpoint.source import open_source
 from lowbit.device import pick_device
@@ -120,7 +121,7 @@ def evaluate(
     with ExitStack() as stack, torch.no_grad():
         weights = stack.enter_context(open_weights(model))
         origin = stack.enter_context(open_weights(source)) if source is not None else None
-        tokenizer = load_tokenizer(weights)
+        tokenizer = load_tokenizer(weights.path)
         rows = make_windows(tokenizer, texts, protocol)
         loaded = load_tasks(tasks) if tasks else []
         total = sum(each.numel() for each in rows.values())
@@ -241,21 +242,6 @@ def open_weights(model: str | Path) -> Iterator[WeightSource]:
     else:
         with open_source(str(model)) as source:
             yield source
-
-
-def load_tokenizer(weights: WeightSource) -> Any:
-    """Return the tokenizer beside the weights; SourceError if there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(weights.path)
-    # whatever transformers makes of the files that it is given
-    except Exception as e:
-        reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-        raise SourceError(f"{weights.name}: no usable tokenizer ({reason}); copy the original's") from None
-    if not isinstance(tokenizer.model_max_length, int | float):
-        raise SourceError(f"{weights.path / 'tokenizer_config.json'}: model_max_length is not a number")
-    return tokenizer
 
 
 def load_model(

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from lowbit import runtime
+from lowbit.calib import load_tokenizer
 from lowbit.device import pick_device
 from lowbit.errors import RecipeError, SourceError
-from lowbit.evaluate import check_length, load_model, load_tokenizer, open_weights
+from lowbit.evaluate import check_length, load_model, open_weights
 from lowbit.folder import DenseView
 
 
@@ -65,7 +66,7 @@ def _continue(
 ) -> tuple[str, bool]:
     """The text, and whether it was cut at the limit."""
     with open_weights(path) as weights, torch.no_grad():
-        tokenizer = load_tokenizer(weights)
+        tokenizer = load_tokenizer(weights.path)
         if chat:
             prompt = _in_template(tokenizer, prompt, weights.name)
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).to(device)
