@@ -18,7 +18,7 @@ LEVELS = {
     "lowbit": [
         {"errors"},
         {"scheme"},
-        {"events", "recipe", "hessian", "decode", "solvers", "checkpoint"} | {"ahead", "device", "manifest"},
+        {"events", "recipe", "hessian", "decode", "solvers", "checkpoint"} | {"ahead", "device", "manifest", "whole"},
         {"plan", "calib", "blocks", "validate", "folder", "verify", "evaluate", "tune", "bench", "report"}
         | {
             "inspect",

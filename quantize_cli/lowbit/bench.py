@@ -12,6 +12,7 @@ from lowbit.folder import KERNELS, open_quantized
 from lowbit.report import KernelPoint, roofline_figure
 from lowbit.runtime import use_tuned
 from lowbit.tune import measurable, stored_kinds
+from lowbit.whole import whole_file
 from lowbit_kernels import bench as kernels
 from lowbit_kernels.tuning import Shape
 
@@ -56,7 +57,8 @@ def plot(rows: Sequence[kernels.BenchRow], file: Path) -> None:
     ]
     if not points:
         raise RecipeError(f"{file}: no product was right, so there is nothing to draw")
-    roofline_figure(points, torch.cuda.get_device_name()).savefig(file, dpi=200)
+    with whole_file(file) as half:
+        roofline_figure(points, torch.cuda.get_device_name()).savefig(half, dpi=200)
 
 
 def check_plot(file: Path) -> None:

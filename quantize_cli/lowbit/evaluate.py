@@ -40,6 +40,7 @@ from lowbit.folder import EVALUATION, DenseView, open_folder
 from lowbit.skeleton import Skeleton, WeightSource, build_skeleton, load, stored_names, unload
 from lowbit.streamed import stream_matrices
 from lowbit.tasks import load_tasks, run_tasks
+from lowbit.whole import whole_file
 
 # logits of the windows that run together
 LOGIT_BYTES = 512 << 20
@@ -85,7 +86,8 @@ class EvalReport:
     def save(self, folder: str | Path) -> Path:
         """Write the result beside the checkpoint, where `lowbit report` finds it."""
         file = Path(folder) / EVALUATION
-        file.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        with whole_file(file) as half:
+            half.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
         return file
 
 

@@ -26,6 +26,7 @@ from lowbit.evaluate import EvalReport, Scores
 from lowbit.folder import EVALUATION, KERNELS, REPORT, DenseView, Folder, open_quantized
 from lowbit.inspection import summarize, tensor_parallel
 from lowbit.verify import VerifyReport, reach_source, source_weight
+from lowbit.whole import whole_file
 
 HISTOGRAMS = 4
 BINS = 81
@@ -115,7 +116,8 @@ def report(
         size=human_size,
         breakable=lambda name: markupsafe.escape(name).replace(".", markupsafe.Markup(".<wbr>")),
     )
-    target.write_text(page, encoding="utf-8")
+    with whole_file(target) as file:
+        file.write_text(page, encoding="utf-8")
     return target
 
 

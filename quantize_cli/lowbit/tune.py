@@ -13,6 +13,7 @@ from lowbit.errors import RecipeError
 from lowbit.folder import KERNELS, Folder, open_quantized
 from lowbit.plan import stacks
 from lowbit.scheme import QuantScheme
+from lowbit.whole import whole_file
 from lowbit_kernels import tuning
 from lowbit_kernels.dispatch import arch_of, choose, order_of
 from lowbit_kernels.problem import Problem
@@ -110,7 +111,8 @@ def tune(
     shapes = measurable(found)
     if not shapes:
         raise RecipeError(f"{path}: none of its layers has a kernel that can be tuned")
-    rows = tuning.tune_to(folder.path / KERNELS, shapes, tokens, on_row=on_row)
+    with whole_file(folder.path / KERNELS) as file:
+        rows = tuning.tune_to(file, shapes, tokens, on_row=on_row)
     return {
         "out": str(folder.path / KERNELS),
         "device": torch.cuda.get_device_name(),

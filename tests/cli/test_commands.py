@@ -113,7 +113,7 @@ def test_scores_are_shown_where_they_cannot_be_kept(written: Path, tmp_path: Pat
     ran = lowbit("eval", folder, "--max-tokens", "256", "--window", "64")
     assert ran.code == 0
     assert "perplexity" in ran.out
-    assert "lowbit_eval.json: Is a directory; the scores are not kept" in ran.err
+    assert "lowbit_eval.json: not written (Is a directory)" in ran.err
 
 
 def test_eval_of_a_quantized_folder_is_shown_and_kept_for_the_report(

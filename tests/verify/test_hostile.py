@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +14,7 @@ import pytest
 
 from lowbit import evaluate, inspection, pipeline, report, verify
 from lowbit.convert import convert
-from lowbit.errors import LowbitError
+from lowbit.errors import LowbitError, OutputError
 from lowbit.folder import EVALUATION, KERNELS
 from lowbit.generate import generate
 from lowbit.recipe import Recipe
@@ -179,6 +180,32 @@ def test_a_source_of_a_name_that_no_file_can_have(good, tmp_path):
     folder = shutil.copytree(good["gptq"], tmp_path / "out")
     edit("lowbit.json", lambda document: document["source"].update(name="a" * 300))(folder)
     assert verify.verify(folder, forward=False).source is None
+
+
+def test_a_page_that_cannot_be_written_leaves_the_one_before(good, tmp_path):
+    """A file of a size limit that writing exceeds; 16 KiB are less than any page."""
+    folder = shutil.copytree(good["gptq"], tmp_path / "out")
+    page = report.report(folder)
+    before, kept = page.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, kept[1]))
+    try:
+        for place in (page, tmp_path / "other.html"):
+            with pytest.raises(OutputError, match=f"{place.name}: not written"):
+                report.report(folder, place)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    assert page.read_bytes() == before
+    assert not (tmp_path / "other.html").exists()
+    assert not [file for file in (*folder.iterdir(), *tmp_path.iterdir()) if file.name.startswith(".")]
+
+
+def test_a_page_may_go_to_a_link_or_a_device(good, tmp_path):
+    (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
+    report.report(good["gptq"], tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    report.report(good["gptq"], "/dev/null")
+    assert Path("/dev/null").is_char_device()
 
 
 def test_a_converted_folder_has_no_results_of_the_one_before(good, tmp_path):

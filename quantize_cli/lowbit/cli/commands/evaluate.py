@@ -59,6 +59,7 @@ def evaluate(
 
             check_installed()
         with out.starting():
+            from lowbit.errors import OutputError
             from lowbit.evaluate import evaluate as run
             from lowbit.events import Note
         with listener(out) as on_event:
@@ -80,11 +81,9 @@ def evaluate(
             try:
                 # where `lowbit report` finds it
                 report.save(model)
-            except OSError as e:
+            except OutputError as e:
                 ours = False
-                out.note(
-                    Note(f"{e.filename}: {e.strerror}; the scores are not kept for lowbit report", "warning")
-                )
+                out.note(Note(f"{e}: lowbit report will not have these scores", "warning"))
         if ours:
             out.show(next_command(f"lowbit report {shlex.quote(model)}"))
 
