@@ -18,7 +18,8 @@ LEVELS = {
     "lowbit": [
         {"errors"},
         {"scheme"},
-        {"events", "recipe", "hessian", "decode", "solvers", "checkpoint"} | {"ahead", "device", "manifest", "whole"},
+        {"events", "recipe", "hessian", "decode", "solvers", "checkpoint"}
+        | {"ahead", "device", "manifest", "whole"},
         {"plan", "calib", "blocks", "validate", "folder", "verify", "evaluate", "tune", "bench", "report"}
         | {
             "inspect",

@@ -162,7 +162,9 @@ def _write_side_files(
         sink.write_text(name, text)
     kernels = folder.path / KERNELS
     if kernels.is_file():
-        sink.write_text(KERNELS, kernels.read_text(encoding="utf-8"), replaceable=True)
+        sink.write_text(KERNELS, kernels.read_text(encoding="utf-8", errors="replace"), replaceable=True)
     card = folder.path / "README.md"
     if card.is_file():
-        sink.write_text("README.md", restate_card(manifest, card.read_text(encoding="utf-8"), was.name))
+        sink.write_text(
+            "README.md", restate_card(manifest, card.read_text(encoding="utf-8", errors="replace"), was.name)
+        )

@@ -25,6 +25,7 @@ from lowbit.cli.output import (
     note_list,
     output,
     percent,
+    quoted,
     size,
     small_table,
 )
@@ -281,3 +282,8 @@ def test_more_notes_than_fit_are_counted(capsys: pytest.CaptureFixture[str]) -> 
     assert lines[0].strip() == "• note 0"
     assert len(lines) == 9
     assert lines[-1].strip() == "… and 3 more in lowbit.json"
+
+
+@pytest.mark.parametrize(("path", "typed"), [("out", "out"), ("my model", "'my model'"), ("-m", "./-m")])
+def test_a_path_can_be_pasted_after_a_command(path: str, typed: str) -> None:
+    assert quoted(path) == typed

@@ -182,6 +182,14 @@ def test_a_source_of_a_name_that_no_file_can_have(good, tmp_path):
     assert verify.verify(folder, forward=False).source is None
 
 
+@pytest.mark.parametrize("name", [KERNELS, "README.md"])
+def test_texts_that_are_not_utf8_are_converted(good, tmp_path, name):
+    folder = shutil.copytree(good["gptq"], tmp_path / "out")
+    (folder / name).write_bytes(b"\xff" + (folder / name).read_bytes())
+    convert(folder, "gptq-v2", tmp_path / "converted")
+    assert verify.verify(tmp_path / "converted").ok
+
+
 def test_a_page_that_cannot_be_written_leaves_the_one_before(good, tmp_path):
     """A file of a size limit that writing exceeds; 16 KiB are less than any page."""
     folder = shutil.copytree(good["gptq"], tmp_path / "out")

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -180,6 +181,12 @@ def output(json: bool, quiet: bool) -> Iterator[Output]:
 def next_command(command: str) -> RenderableType:
     """The last line of a success: what to run now."""
     return Text.assemble(("next  ", "dim"), (command, "bold cyan"))
+
+
+def quoted(path: object) -> str:
+    """A path as a shell takes it; one that begins with a dash would be taken for a flag."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 def small_table(title: str) -> Table:

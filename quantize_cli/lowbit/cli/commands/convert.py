@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lowbit.cli import options
-from lowbit.cli.output import counted, facts, listener, next_command, output, size
+from lowbit.cli.output import counted, facts, listener, next_command, output, quoted, size
 
 
 def convert(
@@ -39,4 +38,4 @@ def convert(
             ("format", f"{summary['format']}, {counted(summary['layers'], 'layer')}"),
             ("size", size(summary["bytes"])),
         ]
-        shown.show("", facts(rows), "", next_command(f"lowbit verify {shlex.quote(summary['out'])}"))
+        shown.show("", facts(rows), "", next_command(f"lowbit verify {quoted(summary['out'])}"))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lowbit.cli import options
-from lowbit.cli.output import facts, listener, next_command, output, percent, small_table
+from lowbit.cli.output import facts, listener, next_command, output, percent, quoted, small_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -85,7 +84,7 @@ def evaluate(
                 ours = False
                 out.note(Note(f"{e}: lowbit report will not have these scores", "warning"))
         if ours:
-            out.show(next_command(f"lowbit report {shlex.quote(model)}"))
+            out.show(next_command(f"lowbit report {quoted(model)}"))
 
 
 def scores_view(report: EvalReport) -> list[RenderableType]:

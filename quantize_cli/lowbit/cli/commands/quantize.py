@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +21,7 @@ from lowbit.cli.output import (
     note_list,
     output,
     percent,
+    quoted,
     rate,
     size,
     small_table,
@@ -135,6 +135,6 @@ def summary_view(summary: dict[str, Any]) -> list[RenderableType]:
         # what calibration gains shows on text only
         views += [
             "",
-            f"On text: lowbit eval {shlex.quote(summary['out'])} --source {shlex.quote(summary['model'])}",
+            f"On text: lowbit eval {quoted(summary['out'])} --source {quoted(summary['model'])}",
         ]
-    return [*views, "", next_command(f"lowbit verify {shlex.quote(summary['out'])}")]
+    return [*views, "", next_command(f"lowbit verify {quoted(summary['out'])}")]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lowbit.cli import options
-from lowbit.cli.output import facts, listener, next_command, output
+from lowbit.cli.output import facts, listener, next_command, output, quoted
 
 
 def report(
@@ -39,5 +38,5 @@ def report(
         shown.event({"event": "done", "out": str(page)})
         shown.show(
             facts([("written", str(page))]),
-            next_command(f"lowbit push {shlex.quote(str(folder))} OWNER/NAME"),
+            next_command(f"lowbit push {quoted(folder)} OWNER/NAME"),
         )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lowbit.cli import options
-from lowbit.cli.output import facts, next_command, output
+from lowbit.cli.output import facts, next_command, output, quoted
 
 if TYPE_CHECKING:
     from lowbit_kernels.tuning import Measured
@@ -46,5 +45,5 @@ def tune(
         shown.show(
             "",
             facts([("written", summary["out"]), ("device", summary["device"])]),
-            next_command(f"lowbit generate {shlex.quote(str(folder))} 'Once upon a time'"),
+            next_command(f"lowbit generate {quoted(folder)} 'Once upon a time'"),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +19,7 @@ from lowbit.cli.output import (
     note_list,
     output,
     percent,
+    quoted,
     rate,
     small_table,
 )
@@ -67,8 +67,8 @@ def verify(
         if not report.ok:
             first = report.failures[0]
             raise GateError(f"{report.path}: {counted(len(report.failures), 'fault')}; the first: {first}")
-        compare = f" --source {shlex.quote(report.source)}" if report.source else ""
-        out.show(next_command(f"lowbit eval {shlex.quote(report.path)}{compare}"))
+        compare = f" --source {quoted(report.source)}" if report.source else ""
+        out.show(next_command(f"lowbit eval {quoted(report.path)}{compare}"))
 
 
 def report_view(report: VerifyReport) -> list[RenderableType]:
