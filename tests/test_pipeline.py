@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from lowbit import ahead, pipeline
+from lowbit import ahead, pipeline, validate
 from lowbit.errors import GateError, OutputError, RecipeError, SourceError
 from lowbit.folder import DenseView, open_folder
 from lowbit.pipeline import default_out, quantize
@@ -234,6 +234,32 @@ def test_without_triton_only_the_kernel_itself_goes_untried(llama_folder, tmp_pa
     quantize(llama_folder, tmp_path / "out", recipe, on_event=events.append)
     assert [e.level for e in events if "Triton is not installed" in getattr(e, "message", "")] == ["warning"]
     assert all(row["errors"]["kernel_error"] < 1e-5 for row in manifest(tmp_path / "out")["layers"])
+
+
+@pytest.mark.parametrize("value", [0.0, 6e-8])
+def test_layers_of_next_to_nothing_pass_and_a_wrong_kernel_does_not(
+    build_llama, tmp_path, monkeypatch, value
+):
+    """Their products are 0, or sums of terms that cancel: rounding is all of it, and no fault."""
+    source = build_llama(seed=3)
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "_proj" in name:
+            tensor.copy_(torch.full_like(tensor, value) * torch.randn(tensor.shape).sign())
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    recipe = Recipe(method="hqq", device="cpu", group=32)
+    quantize(source, tmp_path / "out", recipe)
+    assert DenseView(open_folder(tmp_path / "out")).layer("model.layers.0.mlp.up_proj").abs().max() <= value
+    right = validate.matmul_reference
+
+    def one_row_off(x, words, *grid):
+        changed = words.clone()
+        changed[0] ^= 1
+        return right(x, changed, *grid)
+
+    monkeypatch.setattr(validate, "matmul_reference", one_row_off)
+    with pytest.raises(GateError, match="kernel"):
+        quantize(source, tmp_path / "wrong", recipe)
 
 
 def test_a_changed_source_file_is_named(llama_folder, tmp_path, monkeypatch):

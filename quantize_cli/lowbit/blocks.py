@@ -37,7 +37,7 @@ from lowbit.errors import CalibrationError, PlanError, SourceError
 from lowbit.hessian import LayerStats, Moments, add_tokens, finish, start_moments
 from lowbit.plan import LayerPlan
 from lowbit.products import Kept, Product, Products
-from lowbit.skeleton import Slot, WeightSource, build_skeleton, find_slots, load, stored_names, unload
+from lowbit.skeleton import Slot, WeightSource, build_skeleton, find_slots, held, load, stored_names, unload
 
 Check = Callable[[str, Tensor], None]
 
@@ -94,8 +94,8 @@ class LayerWork:
 
 
 def check_model(source: WeightSource, *, trust_remote_code: bool = False) -> None:
-    """Raise PlanError for a model that cannot be built, SourceError for one that has tensors for fewer blocks
-    than its config says, before a weight of it is read."""
+    """Raise PlanError for a model that cannot be built, SourceError for one that has fewer blocks or other
+    shapes than its config says, before a weight of it is read."""
     skeleton = build_skeleton(
         source, dtype=torch.float32, device=torch.device("cpu"), trust_remote_code=trust_remote_code
     )
@@ -104,6 +104,13 @@ def check_model(source: WeightSource, *, trust_remote_code: bool = False) -> Non
             raise SourceError(
                 f"{source.name}: config.json asks for {len(skeleton.blocks)} decoder blocks, but there is no "
                 f"tensor of {name}; one of the two is of another model"
+            )
+    for target, origin in skeleton.origins.items():
+        found, wanted = source.tensors[origin.sources[0]].shape, tuple(held(skeleton.model, target).shape)
+        if origin.converter is None and found != wanted:
+            raise SourceError(
+                f"{source.name}: {origin.sources[0]} is {list(found)}, config.json asks for {list(wanted)}; "
+                "one of the two is of another model"
             )
 
 

@@ -215,11 +215,16 @@ def load(
     """Load the parameters and stored buffers `names` of the model.
 
     dtype_of: (parameter, stored dtype) -> the dtype to keep it in.  check: called with each source tensor.
-    Raises SourceError if the checkpoint has no tensor for one of the names.
+    Raises SourceError if the checkpoint has no tensor for one of the names, or one of another shape.
     """
     wanted = set(names)
     for target in [name for name in skeleton.origins if name in wanted]:
         for name, value in _realize(skeleton, skeleton.origins[target], source, check).items():
+            shape = held(skeleton.model, name).shape
+            if value.shape != shape:
+                raise SourceError(
+                    f"{source.name}: {name} is {list(value.shape)}, config.json asks for {list(shape)}"
+                )
             dtype = dtype_of(name, value.dtype) if value.is_floating_point() else value.dtype
             _place(skeleton.model, name, value.to(device, dtype))
             wanted.discard(name)
@@ -242,8 +247,22 @@ def _realize(
     converter = deepcopy(origin.converter)
     for pattern, key in origin.keys:
         converter.add_tensor(origin.target, key, pattern, tensors[key])
-    made = converter.convert(origin.target, model=skeleton.model, config=skeleton.model.config)
+    try:
+        made = converter.convert(origin.target, model=skeleton.model, config=skeleton.model.config)
+    # what PyTorch says of shapes that do not go together
+    except (RuntimeError, ValueError, IndexError) as e:
+        reason = " ".join(str(e).split())[:200]
+        raise SourceError(
+            f"{source.name}: {origin.sources[0]} and its siblings are not as config.json says ({reason})"
+        ) from None
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def held(model: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of that name."""
+    parent, _, leaf = name.rpartition(".")
+    value: Tensor = getattr(model.get_submodule(parent), leaf)
+    return value
 
 
 def _place(model: nn.Module, name: str, value: Tensor) -> None:
@@ -258,9 +277,7 @@ def _place(model: nn.Module, name: str, value: Tensor) -> None:
 def unload(model: nn.Module, names: Iterable[str]) -> None:
     """Put parameters and stored buffers back on the meta device."""
     for name in names:
-        parent, _, leaf = name.rpartition(".")
-        value = getattr(model.get_submodule(parent), leaf)
-        _place(model, name, torch.empty_like(value, device="meta"))
+        _place(model, name, torch.empty_like(held(model, name), device="meta"))
 
 
 def stored_names(module: nn.Module, prefix: str) -> Iterator[str]:

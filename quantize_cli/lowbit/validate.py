@@ -196,12 +196,12 @@ def kernel_error(packed: PackedTensor, *, tile: bool = False) -> float:
     if x.is_cuda:
         x = x.half()
         y = x.float() @ decode_rows(packed, slice(None)).T
-        return _ratio((matmul(x, gemm_weight(packed)).float() - y).norm(), y.norm())
+        return _kernel_ratio(matmul(x, gemm_weight(packed)).float(), y, x, scale)
     part = _take(packed, kernel_rows(packed.shape[0], x.device))
     y = x @ decode_rows(part, slice(None)).T
     width = packed.scheme.width(packed.in_features)
     product = matmul_reference(x, part.words, part.scale, part.zero_point, packed.scheme.bits, width)
-    error = _ratio((product - y).norm(), y.norm())
+    error = _kernel_ratio(product, y, x, part.scale)
     return max(error, tile_error(packed)) if tile and HAS_TRITON else error
 
 
@@ -218,7 +218,14 @@ def tile_error(packed: PackedTensor) -> float:
     corner = _take(packed, slice(TILE_ROWS), groups=2)
     x = random_tokens(corner.in_features, corner.words.device)[:2]
     y = x @ decode_rows(corner, slice(None)).T
-    return _ratio((matmul(x, gemm_weight(corner)) - y).norm(), y.norm())
+    return _kernel_ratio(matmul(x, gemm_weight(corner)), y, x, corner.scale)
+
+
+def _kernel_ratio(product: Tensor, y: Tensor, x: Tensor, scale: Tensor) -> float:
+    """Error of a kernel's product relative to y, or to what half a step in every weight would give if that is
+    more: of weights that cancel out, or of zeros, only the rounding would be left to compare with."""
+    half_step = 0.5 * x.float().norm() * scale.float().square().sum(0).mean().sqrt()
+    return _ratio((product - y).norm(), torch.maximum(y.norm(), half_step))
 
 
 def _take(packed: PackedTensor, rows: slice, groups: int | None = None) -> PackedTensor:

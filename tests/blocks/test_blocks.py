@@ -724,6 +724,34 @@ def test_a_config_of_more_blocks_than_there_are_is_refused(tiny: Tiny, tmp_path:
         blocks.check_model(source)
 
 
+@pytest.mark.parametrize("shape", [(0, 64), (1, 64), (1, 64, 64), (4096,), (128, 64)], ids=str)
+def test_a_weight_of_another_shape_than_the_config_s_is_refused(
+    tiny: Tiny, tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    folder = save_model("llama", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(shape)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with (
+        open_source(str(folder)) as source,
+        pytest.raises(SourceError, match=r"layers\.1.*q_proj.* asks for"),
+    ):
+        blocks.check_model(source)
+
+
+def test_experts_of_another_shape_than_the_config_s_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    folder = save_model("mixtral", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("experts.1.w1.weight"))
+    tensors[name] = tensors[name][1:].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with (
+        pytest.raises(SourceError, match=r"experts.* not as config\.json says"),
+        opened(folder, make_rows()) as (engine, _),
+    ):
+        run(engine)
+
+
 def test_layers_outside_the_blocks_are_listed(tiny: Tiny) -> None:
     with open_source(str(tiny("llama"))) as source:
         plan = make_plan(source, Recipe(method="rtn", group=32, include=("re:.*",)))
