@@ -262,13 +262,13 @@ def refusals(problem: Problem) -> dict[str, str | None]:
 def choose(problem: Problem) -> KernelConfig:
     """The config of a tuned table if its variant accepts, or else the rule of the first variant that does.
 
-    A shipped table names variants that this Triton may not compile.
+    A shipped table names variants that this Triton may not compile, a user's one may name any.
     Raises ValueError with every reason if no variant accepts.
     """
     tuned = _installed.get(problem) or shipped_configs(problem.arch, _device_name()).get(problem)
-    if tuned is None or VARIANTS[tuned.variant].accepts(problem) is not None:
+    if tuned is None or tuned.variant not in VARIANTS:
         return rule(problem)
-    return tuned
+    return tuned if VARIANTS[tuned.variant].accepts(problem) is None else rule(problem)
 
 
 def rule(problem: Problem) -> KernelConfig:

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def read_table(path: Path, device: str | None) -> tuple[dict[Problem, KernelConf
         return _configs(table), None
     except OSError as e:
         return {}, f"{path}: {e.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         return {}, f"{path}: not a table of kernel configs ({type(e).__name__}: {e})"
 
 
@@ -102,7 +102,18 @@ def _is_docstring(node: ast.AST) -> bool:
 
 
 def _configs(table: dict[str, Any]) -> dict[Problem, KernelConfig]:
-    return {Problem(**row["problem"]): KernelConfig(**row["config"]) for row in table["rows"]}
+    """The rows of a table; TypeError for a value of another type than its field."""
+    found = {}
+    for row in table["rows"]:
+        problem, config = Problem(**row["problem"]), KernelConfig(**row["config"])
+        for part in (problem, config):
+            for field in fields(part):
+                value = getattr(part, field.name)
+                # annotations are text here
+                if type(value).__name__ != field.type:
+                    raise TypeError(f"{field.name} is {value!r}")
+        found[problem] = config
+    return found
 
 
 def _version(package: str) -> str | None:

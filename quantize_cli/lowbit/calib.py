@@ -199,7 +199,7 @@ def _json_records(path: Path) -> Iterator[Any]:
     if path.suffix == ".json":
         try:
             whole = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             whole = None
         if isinstance(whole, list):
             yield from whole
@@ -208,8 +208,10 @@ def _json_records(path: Path) -> Iterator[Any]:
         if line.strip():
             try:
                 yield json.loads(line)
-            except json.JSONDecodeError as e:
-                raise CalibrationError(f"{path}:{number}: not JSON: {e.msg}") from None
+            # also numbers and nesting beyond what Python reads
+            except (ValueError, RecursionError) as e:
+                reason = getattr(e, "msg", None) or e
+                raise CalibrationError(f"{path}:{number}: not JSON: {reason}") from None
 
 
 def _parquet_records(path: Path) -> Iterator[Any]:

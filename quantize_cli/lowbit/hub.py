@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from lowbit import events
-from lowbit.errors import GateError, HubError, LowbitError
+from lowbit.checkpoint.header import read_json
+from lowbit.errors import GateError, HubError, LowbitError, SourceError
 from lowbit.folder import KERNELS, LATER_FILES, MANIFEST, open_quantized
 from lowbit.scheme import QuantScheme
 
@@ -153,7 +154,7 @@ def _listed_files(folder: Path) -> dict[str, str]:
         files = dict(json.loads(text)["output"]["files"])
     except OSError as e:
         raise HubError(f"{folder / MANIFEST}: {e.strerror}; push takes what lowbit quantize wrote") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise HubError(f"{folder / MANIFEST}: not a lowbit manifest; quantize again") from None
     for name in files:
         if not (folder / name).is_file():
@@ -197,8 +198,12 @@ def _pushed_before(api: HfApi, repo_id: str, revision: str | None, present: dict
         return set()
     with tempfile.TemporaryDirectory() as scratch:
         path = api.hf_hub_download(repo_id, MANIFEST, revision=revision, local_dir=scratch)
-        manifest = json.loads(Path(path).read_bytes())
-    return set(manifest.get("output", {}).get("files", {})) & set(present)
+        try:
+            listed = set(read_json(Path(path))["output"]["files"])
+        except (SourceError, KeyError, TypeError):
+            # what another program left there is not ours to take away
+            return set()
+    return listed & set(present)
 
 
 def _retry(step: Callable[[], T]) -> T:

@@ -204,6 +204,8 @@ DAMAGED = {
         lambda tmp: write(tmp / "a.jsonl", '{"text": "a"}\n{"te'),
         r"a\.jsonl:2: not JSON",
     ),
+    "nesting without an end": (lambda tmp: write(tmp / "a.jsonl", "[" * 100_000), r"a\.jsonl:1: not JSON"),
+    "a number of 5000 digits": (lambda tmp: write(tmp / "a.jsonl", "9" * 5000), r"a\.jsonl:1: not JSON"),
     "a number": (lambda tmp: write(tmp / "a.jsonl", "3\n"), "expected objects"),
     "no such column": (lambda tmp: jsonl(tmp / "a.jsonl", [{"body": "x"}]), "it has body"),
     "not Parquet": (lambda tmp: write(tmp / "a.parquet", "text"), "not a readable Parquet file"),

@@ -266,6 +266,18 @@ def test_files_of_an_earlier_push_do_not_stay(server, folder):
     assert set(repo.files("main")) == set(local_files(folder)) | {"theirs.md"}
 
 
+@pytest.mark.parametrize(
+    "left", [b"[]", b"{", b"[" * 100_000, b'{"output": 3}', b'{"output": {"files": [[]]}}']
+)
+def test_a_manifest_of_another_program_at_the_hub_takes_nothing_away(server, folder, left):
+    push(server, folder)
+    repo = server.repos["me/m-int4"]
+    repo.files("main")["lowbit.json"] = ("regular", left)
+    repo.files("main")["theirs.md"] = ("regular", b"theirs")
+    assert push(server, folder)["deleted"] == []
+    assert set(repo.files("main")) == set(local_files(folder)) | {"theirs.md"}
+
+
 def test_private_is_not_ignored_for_a_public_repository(server, folder):
     push(server, folder)
     with pytest.raises(HubError, match="is public"):

@@ -37,6 +37,12 @@ def edit(**values):
     return change
 
 
+def change_row(path, part, **values):
+    table = json.loads(path.read_text())
+    table["rows"][0][part].update(values)
+    path.write_text(json.dumps(table))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -45,6 +51,9 @@ def edit(**values):
         (edit(kernels="0123"), "0123"),
         (edit(rows=[{"problem": {"bits": 4}}]), "not a table"),
         (edit(rows=[{"problem": {}, "config": {"gone": 1}}], kernels="0123"), "run `lowbit tune` again"),
+        (lambda path: change_row(path, "problem", bits="4"), "bits is '4'"),
+        (lambda path: change_row(path, "config", split_k=2.0), "split_k is 2.0"),
+        (lambda path: change_row(path, "config", dependent=1), "dependent is 1"),
         (lambda path: path.write_text("{"), "not a table"),
         (lambda path: path.write_text("[]"), "not a table"),
         (lambda path: path.unlink(), "No such file"),
@@ -55,6 +64,9 @@ def edit(**values):
         "other kernels",
         "other fields",
         "fields of other kernels",
+        "bits of text",
+        "a split of 2.0",
+        "a flag of 1",
         "cut off",
         "no object",
         "missing",
@@ -87,6 +99,8 @@ def test_an_installed_table_decides(monkeypatch):
     assert choose(odd) == rule(odd) != CONFIG
     dispatch.install({odd: CONFIG})
     assert choose(odd) == CONFIG
+    dispatch.install({odd: replace(CONFIG, variant="of another release")})
+    assert choose(odd) == rule(odd)
 
 
 def test_a_shipped_config_that_this_triton_cannot_run_is_not_taken(monkeypatch):
