@@ -443,7 +443,10 @@ def _default_gemm(problem: Problem) -> KernelConfig:
     """
     m, n, k = problem.m_bucket, problem.n, problem.k
     if m <= 16:
-        wide = n > 64 * 6 * _MULTIPROCESSORS or k > 16384
+        grouped = _block_k(problem, TILE_K) < TILE_K
+        plain = problem.act_dtype == "bfloat16" and not problem.has_zero and not grouped
+        # bf16 on its own was measured to be slower in tiles of 64 rows, which is not explained
+        wide = n > 64 * 6 * _MULTIPROCESSORS or k > 16384 or (plain and n * k > LARGE)
         return _gemm_at_once(problem, 256 if wide else 64)
     if m <= 32:
         return _gemm_at_once(problem, 128 if n * k > LARGE else 64)
@@ -469,13 +472,15 @@ def _default_gemm(problem: Problem) -> KernelConfig:
 def _gemm_at_once(problem: Problem, block_n: int) -> KernelConfig:
     """A tile of all of up to 32 tokens, and K split into as many programs as run at once.
 
-    Of tiles of 64 rows, with 4 warps, a multiprocessor has registers for 5 or 6, or 7 with groups of 64; of
-    wider ones, with 8, for two. A slice has four steps or more.
+    Of tiles of 64 rows, with 4 warps, a multiprocessor has registers for 5, or 7 with 16 tokens; of wider
+    ones, with 8, for two. A slice has four steps or more.
     """
-    few = problem.m_bucket <= 16
-    places = 2 if block_n > 64 else 5 if not few else 7 if _block_k(problem, TILE_K) == 64 else 6
+    few, grouped = problem.m_bucket <= 16, _block_k(problem, TILE_K) < TILE_K
     tiles = -(-problem.n // block_n)
-    split_k = max(1, min(places * _MULTIPROCESSORS // tiles, problem.k // (4 * TILE_K), 12))
+    # 7 have few registers each, which is worth it where nearly all of them run
+    full = 7 * _MULTIPROCESSORS % tiles < 7 * _MULTIPROCESSORS / 20
+    places = 2 if block_n > 64 else 5 if not few else 7 if full or grouped else 6
+    split_k = max(1, min(places * _MULTIPROCESSORS // tiles, problem.k // (4 * TILE_K), 14))
     if not few:
         # adding up more slices costs a place
         split_k = min(8, _floor_power(split_k))

@@ -61,6 +61,7 @@ def _pair(
     MAGIC: tl.constexpr,
     ZERO: tl.constexpr,
     ZERO_BITS: tl.constexpr,
+    DOWN: tl.constexpr,
     dtype: tl.constexpr,
     LOP3: tl.constexpr,
 ):
@@ -72,7 +73,18 @@ def _pair(
     if LOP3:
         # From `&` and `|` with two immediates ptxas makes two instructions, and LLVM releases differ in
         # whether a subtraction takes both halves at once.
-        if less is None and ZERO == 0:
+        if DOWN > 0:
+            # Fields DOWN bits too high are subnormal halves: a product moves them and a sum adds the magic
+            # number, exactly, on other units than those of the shifts and masks.
+            bits = tl.inline_asm_elementwise(
+                "and.b32 $0, $1, $2; fma.rn.f16x2 $0, $0, $3, $4;",
+                "=&r,r,r,r,r",
+                [word, (MASK << DOWN) * 0x10001, ((MAGIC >> 10) + 14 - DOWN) * 0x4000400, MAGIC * 0x10001],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
             bits = tl.inline_asm_elementwise(
                 "lop3.b32 $0, $1, $2, $3, 0xea;",
                 "=r,r,r,r",
@@ -81,31 +93,22 @@ def _pair(
                 is_pure=True,
                 pack=1,
             )
-        elif dtype == tl.float16:
-            bits = tl.inline_asm_elementwise(
-                "lop3.b32 $0, $1, $2, $3, 0xea; sub.f16x2 $0, $0, $4;",
-                "=&r,r,r,r,r",
-                [word, MASK * 0x10001, MAGIC * 0x10001, ZERO_BITS * 0x10001 if less is None else less],
-                dtype=tl.int32,
-                is_pure=True,
-                pack=1,
-            )
-        else:
-            # sm_80 has no sub.bf16x2; -1 · zero + x
-            bits = tl.inline_asm_elementwise(
-                "lop3.b32 $0, $1, $2, $3, 0xea; fma.rn.bf16x2 $0, $4, $5, $0;",
-                "=&r,r,r,r,r,r",
-                [
-                    word,
-                    MASK * 0x10001,
-                    MAGIC * 0x10001,
-                    ZERO_BITS * 0x10001 if less is None else less,
-                    -0x407F4080,
-                ],
-                dtype=tl.int32,
-                is_pure=True,
-                pack=1,
-            )
+        if less is not None or ZERO != 0:
+            minus = ZERO_BITS * 0x10001 if less is None else less
+            if dtype == tl.float16:
+                bits = tl.inline_asm_elementwise(
+                    "sub.f16x2 $0, $1, $2;", "=r,r,r", [bits, minus], dtype=tl.int32, is_pure=True, pack=1
+                )
+            else:
+                # sm_80 has no sub.bf16x2; -1 · zero + x
+                bits = tl.inline_asm_elementwise(
+                    "fma.rn.bf16x2 $0, $2, $3, $1;",
+                    "=r,r,r,r",
+                    [bits, minus, -0x407F4080],
+                    dtype=tl.int32,
+                    is_pure=True,
+                    pack=1,
+                )
     else:
         bits = (word & (MASK * 0x10001)) | (MAGIC * 0x10001)
     pair = _halves(bits, dtype)
@@ -125,6 +128,46 @@ def _halves(bits, dtype: tl.constexpr):
 
 
 @jit()
+def _fine_pair(word, less, MASK: tl.constexpr, DOWN: tl.constexpr, dtype: tl.constexpr):
+    """Fields of both half-words plus `less` in one instruction after the mask: int32 [...] to dtype [..., 2].
+
+    A field at bit 2 or above is a subnormal number, which a product scales up; DOWN: bits it is too high.
+    less: a value of dtype, broadcast to word.
+    """
+    twice = (less.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+    if dtype == tl.float16:
+        bits = tl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2; fma.rn.f16x2 $0, $0, $3, $4;",
+            "=&r,r,r,r,r",
+            # times 2^15
+            [word, MASK * 0x10001, 0x78007800, twice],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    elif DOWN == 0:
+        bits = tl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2; fma.rn.bf16x2 $0, $0, $3, $4;",
+            "=&r,r,r,r,r",
+            # times 2^127
+            [word, MASK * 0x10001, 0x7F007F00, twice],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        bits = tl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2; mul.rn.f16x2 $0, $0, $3; fma.rn.bf16x2 $0, $0, $4, $5;",
+            "=&r,r,r,r,r,r",
+            [word, (MASK << DOWN) * 0x10001, (15 - DOWN) * 0x4000400, 0x7F007F00, twice],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return _halves(bits, dtype)
+
+
+@jit()
 def _field(
     word,
     zero,
@@ -134,17 +177,21 @@ def _field(
     CENTRE: tl.constexpr,
     dtype: tl.constexpr,
     LOP3: tl.constexpr,
+    PRODUCTS: tl.constexpr,
 ):
     """Codes of rows HALF of run RUN minus `zero`: dtype [..., 2].
 
-    zero: integers, broadcast to word; None: CENTRE, or if that is None minus _field_offset.
+    zero: integers, broadcast to word; or dtype, -zero · _fine_unit, and so is what is returned, rounded once;
+    None: CENTRE, or if that is None minus _field_offset.  PRODUCTS: rather multiply than rotate.
     """
     # eight bits need the ten-bit mantissa of fp16
     wide: tl.constexpr = dtype == tl.float16 or BITS == 8
     mantissa: tl.constexpr = 10 if wide else 7
     # both rows' fields fit the mantissa of one rotation, or the second row needs its own
     at: tl.constexpr = 2 + BITS * HALF if mantissa >= 2 + 2 * BITS else 2
-    rotated = _rotate_right(word, BITS * (HALF + 2 * RUN) + 2 - at)
+    # the second row's field where the first row's rotation has it
+    down: tl.constexpr = BITS if PRODUCTS and HALF == 1 and at == 2 and BITS == 4 else 0
+    rotated = _rotate_right(word, BITS * (HALF + 2 * RUN) + 2 - at - down)
     mask: tl.constexpr = ((1 << BITS) - 1) << at
     # the exponent of 2^(mantissa - at), whose field at `at` counts ones
     magic: tl.constexpr = (25 - at) << 10 if wide else (134 - at) << 7
@@ -152,14 +199,16 @@ def _field(
     # in bf16, codes of 8 bits fit only centred
     centre: tl.constexpr = 128 if CENTRE is None and half != dtype else CENTRE
     offset: tl.constexpr = 1.0 * (1 << (mantissa - at))
-    if zero is not None:
+    if zero is not None and zero.dtype.is_floating():
+        return _fine_pair(rotated, zero, mask, down, dtype)
+    elif zero is not None:
         less = zero.to(tl.int32) * ((1 << at) * 0x10001) + magic * 0x10001
-        return _pair(rotated, less, mask, magic, 0.0, 0, half, LOP3).to(dtype)
+        return _pair(rotated, less, mask, magic, 0.0, 0, down, half, LOP3).to(dtype)
     elif centre is None:
-        return _pair(rotated, None, mask, magic, 0.0, 0, half, LOP3)
+        return _pair(rotated, None, mask, magic, 0.0, 0, down, half, LOP3)
     else:
         bits: tl.constexpr = magic + (centre << at)
-        return _pair(rotated, None, mask, magic, offset + centre, bits, half, LOP3).to(dtype)
+        return _pair(rotated, None, mask, magic, offset + centre, bits, down, half, LOP3).to(dtype)
 
 
 @jit()
@@ -174,6 +223,16 @@ def _field_offset(half, BITS: tl.constexpr, dtype: tl.constexpr):
 
 
 @jit()
+def _fine_unit(half, BITS: tl.constexpr, dtype: tl.constexpr):
+    """What one step of a code is in _field with zero-points of dtype, for rows `half` (0 or 1, a tensor)."""
+    # what the product leaves of a field at bit 2
+    mantissa: tl.constexpr = 10 if dtype == tl.float16 else 7
+    unit: tl.constexpr = 2.0**-7 if dtype == tl.float16 else 2.0**-4
+    second: tl.constexpr = unit * (1 << BITS) if mantissa >= 2 + 2 * BITS else unit
+    return tl.where(half == 0, unit, second)
+
+
+@jit()
 def _runs(
     word,
     zero,
@@ -182,14 +241,15 @@ def _runs(
     CENTRE: tl.constexpr,
     dtype: tl.constexpr,
     LOP3: tl.constexpr,
+    PRODUCTS: tl.constexpr,
 ):
     """_field of every run of rows HALF: dtype [..., 2], then a dimension of 2 for each bit of the run."""
-    first = _field(word, zero, HALF, 0, BITS, CENTRE, dtype, LOP3)
+    first = _field(word, zero, HALF, 0, BITS, CENTRE, dtype, LOP3, PRODUCTS)
     if BITS < 8:
-        first = tl.join(first, _field(word, zero, HALF, 1, BITS, CENTRE, dtype, LOP3))
+        first = tl.join(first, _field(word, zero, HALF, 1, BITS, CENTRE, dtype, LOP3, PRODUCTS))
     if BITS < 4:
-        third = _field(word, zero, HALF, 2, BITS, CENTRE, dtype, LOP3)
-        fourth = _field(word, zero, HALF, 3, BITS, CENTRE, dtype, LOP3)
+        third = _field(word, zero, HALF, 2, BITS, CENTRE, dtype, LOP3, PRODUCTS)
+        fourth = _field(word, zero, HALF, 3, BITS, CENTRE, dtype, LOP3, PRODUCTS)
         first = tl.join(first, tl.join(third, fourth))
     return first
 
@@ -216,8 +276,10 @@ def _operand(
     that a lane holds in the operand that the compiler picked, and registers are renamed instead of moved.
     """
     w = tl.reshape(words, (CHUNKS, ROWS16, SLICES, 8, 4, WIDE))  # c r s lane//4 lane%4 i
-    rows0 = _runs(w, zero0, 0, BITS, CENTRE, dtype, LOP3)
-    p = tl.join(rows0, _runs(w, zero1, 1, BITS, CENTRE, dtype, LOP3))
+    # rotations and masks keep one unit busy; with few rows a warp, products in their place were slower
+    PRODUCTS: tl.constexpr = LOP3 and ROWS16 > 1
+    rows0 = _runs(w, zero0, 0, BITS, CENTRE, dtype, LOP3, PRODUCTS)
+    p = tl.join(rows0, _runs(w, zero1, 1, BITS, CENTRE, dtype, LOP3, PRODUCTS))
     if BITS == 8:
         p = tl.permute(p, (2, 1, 7, 3, 0, 5, 4, 6))  # c r s nl t i odd half
     elif BITS == 4:
@@ -804,6 +866,39 @@ def decode_kernel(
     )
 
 
+@jit()
+def _load_points(cells):
+    """Zero-points, whole ones as int32: bytes that a loop carries have to be cut out of registers again."""
+    if cells.dtype.element_ty.is_floating():
+        return tl.load(cells)
+    else:
+        return tl.load(cells).to(tl.int32)
+
+
+@jit()
+def _ask_for(cells, stride, count, WIDTH: tl.constexpr, THREADS: tl.constexpr):
+    """Ask for `count` runs of WIDTH values in L2, `stride` values apart, by so many threads.
+
+    Memory takes longer to answer than a step of gemm_kernel, and may do so before the kernel ahead has ended.
+    """
+    LINE: tl.constexpr = 1024 // cells.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (WIDTH + LINE - 1) // LINE
+    for start in range(0, count * LINES, THREADS):
+        line = start + tl.arange(0, THREADS)
+        run = line // LINES
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r",
+            [
+                (cells + run.to(tl.int64) * stride + line % LINES * LINE).to(tl.int64),
+                (run < count).to(tl.int32),
+            ],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 @jit(do_not_specialize=["m", "blocks_per_split"])
 def gemm_kernel(
     x_ptr,
@@ -834,6 +929,8 @@ def gemm_kernel(
     SPLIT_K: tl.constexpr,
     WARP_ROWS: tl.constexpr,
     SCALE_WEIGHTS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    ASK: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
     KWIDTH: tl.constexpr,
     LOP3: tl.constexpr,
@@ -844,7 +941,8 @@ def gemm_kernel(
 
     x_ptr: with DESCRIPTOR a tensor descriptor of x with block [BLOCK_M, BLOCK_K].  blocks: of BLOCK_K inputs.
     SCALE_WEIGHTS: scales act on the weights, in x's dtype; otherwise on the fp32 product of a block.
-    GROUPS: that a block spans; more than one only with SCALE_WEIGHTS.
+    GROUPS: that a block spans; more than one only with SCALE_WEIGHTS.  EVEN_N: no tile goes past padded_n.
+    ASK: for what in L2 before the kernel ahead has ended, see _asks.
     """
     BLOCK_N: tl.constexpr = ROWS16 * 16
     # as in layout.py
@@ -867,6 +965,14 @@ def gemm_kernel(
 
     # whole zero-points are subtracted from the codes instead of CENTRE
     WHOLE: tl.constexpr = HAS_ZERO and not zero_ptr.dtype.element_ty.is_floating()
+    # those of x's own type are a part of what makes codes floats, where that is one instruction
+    FINE: tl.constexpr = (
+        HAS_ZERO
+        and zero_ptr.dtype.element_ty == dtype
+        and not SCALE_WEIGHTS
+        and LOP3
+        and (BITS < 8 or dtype == tl.float16)
+    )
     lane_words: tl.constexpr = BLOCK_K * BITS // 64
     WIDE: tl.constexpr = 4 if lane_words >= 4 else lane_words
     CHUNKS: tl.constexpr = lane_words // WIDE
@@ -885,30 +991,50 @@ def gemm_kernel(
         source = tl.where(tokens < m, tokens, 0).to(tl.int64)
         x_rows = x_ptr + source[:, None] * stride_xm + tl.arange(0, BLOCK_K)[None, :]
 
+    first_group = _first_group(tl.minimum(first, blocks - 1), BLOCK_K, GROUP_SIZE)
+    if ASK > 0:
+        # of rows that are there for sure
+        SURE: tl.constexpr = BLOCK_N if EVEN_N else ROW_BLOCK
+        THREADS: tl.constexpr = WARP_ROWS * 32
+        groups = _first_group(last - 1, BLOCK_K, GROUP_SIZE) + GROUPS - first_group
+        begin = first_group * padded_n + block_n * BLOCK_N
+        _ask_for(scale_ptr + begin, padded_n, groups, SURE, THREADS)
+        if HAS_ZERO:
+            _ask_for(zero_ptr + begin, padded_n, groups, SURE, THREADS)
+        if ASK > 1:
+            FIRST: tl.constexpr = (STAGES - 1) * (BLOCK_K * BITS // 2)
+            begin = ((block_n * ROWS16).to(tl.int64) * blocks + first) * (BLOCK_K * BITS // 2)
+            runs = tl.where(last - first >= STAGES - 1, SURE // 16, 0)
+            _ask_for(words_ptr + begin, blocks * (BLOCK_K * BITS // 2), runs, FIRST, THREADS)
     if DEPENDENT:
         _wait_for_previous()
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    # one value for every lane that holds a row: lanes, then warps, then registers, then groups
+    # One value for every lane that holds a row: lanes, then warps, then registers, then groups. What the
+    # registers of a lane differ by is added last: a constant, which costs the loop nothing.
     e = tl.arange(0, GROUPS * ROWS16 * 64)
-    half = e // (32 * WARP_ROWS) % 2
-    row = block_n * BLOCK_N + e // (64 * WARP_ROWS) % (ROWS16 // WARP_ROWS) * (16 * WARP_ROWS)
-    row += e // 32 % WARP_ROWS * 16 + half * 8 + e % 32 // 4
-    if BLOCK_N > ROW_BLOCK:
-        row = tl.minimum(row, padded_n - 1)
-    groups = e // (ROWS16 * 64)
-    group = _first_group(tl.minimum(first, blocks - 1), BLOCK_K, GROUP_SIZE) + groups
-    next_s = tl.load(scale_ptr + group * padded_n + row)
+    run = e // (64 * WARP_ROWS) % (ROWS16 // WARP_ROWS) * (16 * WARP_ROWS)
+    if BLOCK_N > ROW_BLOCK and not EVEN_N:
+        run = tl.where(block_n * BLOCK_N + run < padded_n, run, run % ROW_BLOCK)
+    run += e // (32 * WARP_ROWS) % 2 * 8
+    row = block_n * BLOCK_N + e // 32 % WARP_ROWS * 16 + e % 32 // 4
+    scales = scale_ptr + row + run
+    zeros = zero_ptr + row + run
+    groups = e // (ROWS16 * 64) if GROUPS > 1 else 0
+    if FINE:
+        unit = -_fine_unit(e // (32 * WARP_ROWS) % 2, BITS, dtype)
+    group = first_group + groups
+    next_s = tl.load(scales + group * padded_n)
     if HAS_ZERO:
-        next_z = tl.load(zero_ptr + group * padded_n + row)
+        next_z = _load_points(zeros + group * padded_n)
     for block in tl.range(first, last, num_stages=STAGES):
         # loads this small are not pipelined; a block ahead they are not waited for
         s = next_s
         group = _first_group(tl.minimum(block + 1, blocks - 1), BLOCK_K, GROUP_SIZE) + groups
-        next_s = tl.load(scale_ptr + group * padded_n + row)
+        next_s = tl.load(scales + group * padded_n)
         if HAS_ZERO:
             z = next_z
-            next_z = tl.load(zero_ptr + group * padded_n + row)
+            next_z = _load_points(zeros + group * padded_n)
         if WIDE < 4:
             # blocks smaller than a chunk start within it
             within = block * lane_words
@@ -922,6 +1048,9 @@ def gemm_kernel(
         zero0, zero1 = None, None
         if WHOLE:
             zero0, zero1 = _on_words(_on_rows(z, GROUPS, ROWS16, WARP_ROWS), CHUNKS, WIDE)
+        elif FINE:
+            point = (z.to(tl.float32) * unit).to(dtype)
+            zero0, zero1 = _on_words(_on_rows(point, GROUPS, ROWS16, WARP_ROWS), CHUNKS, WIDE)
         a = _weights(w, zero0, zero1, ROWS16, CHUNKS, WIDE, BITS, CENTRE, KWIDTH, dtype, LOP3)
         if SCALE_WEIGHTS:
             a = a * _on_weights(_on_rows(s, GROUPS, ROWS16, WARP_ROWS).to(dtype), BLOCK_K)
@@ -935,12 +1064,14 @@ def gemm_kernel(
                 # reads; using the accumulator makes it wait
                 acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
         else:
-            if HAS_ZERO and not WHOLE:
+            if HAS_ZERO and not WHOLE and not FINE:
                 shift = (_on_rows(z, GROUPS, ROWS16, WARP_ROWS).to(tl.float32) - CENTRE).to(dtype)
                 a = a - _on_weights(shift, BLOCK_K)
             step = tl.reshape(_on_rows(s, GROUPS, ROWS16, WARP_ROWS), (ROWS16, 2, 8, 1, 4, 1)).to(tl.float32)
             step = tl.broadcast_to(step, (ROWS16, 2, 8, BLOCK_M // 8, 4, 2))
             acc += tl.dot(a, tl.trans(x)) * tl.reshape(step, (BLOCK_N, BLOCK_M))
+    if FINE:
+        acc = acc * (1.0 / _fine_unit(tl.arange(0, BLOCK_N) // 8 % 2, BITS, dtype))[:, None]
     if DEPENDENT:
         # Not before: where this kernel leaves places free, programs of the next would take them early, and
         # later some multiprocessors would have more of them than others.
@@ -1296,6 +1427,7 @@ def gemm(
     m = x.shape[0]
     blocks = layout.padded_k // block_k
     split_k = min(split_k, blocks)
+    steps = -(-blocks // split_k)
     programs = -(-layout.out_features // block_n) * -(-m // block_m)
     partial, semaphore = workspace(out, split_k, programs, split_k * out.numel())
     target = _target(x.device)
@@ -1316,7 +1448,7 @@ def gemm(
         layout.out_features,
         layout.padded_n,
         blocks,
-        -(-blocks // split_k),
+        steps,
         x.stride(0),
         *out.stride(),
         **_grid_constants(weight),
@@ -1328,6 +1460,8 @@ def gemm(
         SPLIT_K=split_k,
         WARP_ROWS=min(num_warps, block_n // TILE_N),
         SCALE_WEIGHTS=scale_weights,
+        EVEN_N=layout.padded_n % block_n == 0,
+        ASK=_asks(block_m, num_warps, steps) if dependent else 0,
         DESCRIPTOR=descriptor,
         # wgmma takes pairs, whatever the older instruction is given
         KWIDTH=2 if target[0] == "cuda" and str(target[1]) == "90" else operand_width(target),
@@ -1336,10 +1470,31 @@ def gemm(
         DEPENDENT=dependent,
         num_warps=num_warps,
         num_stages=num_stages,
-        # two programs of few tokens a multiprocessor
-        **({"maxnreg": 128} if target[0] == "cuda" and num_warps == 8 and block_m <= 32 else {}),
+        **_register_limit(target, block_m, num_warps, programs * split_k, x.device),
         **({"launch_pdl": True} if dependent else {}),
     )
+
+
+def _asks(block_m: int, num_warps: int, steps: int) -> int:
+    """What gemm_kernel asks for ahead, from measurements: 1 scales and zero-points, 2 its first words too."""
+    if block_m > 32 or (block_m == 32 and num_warps == 8):
+        return 0
+    return 2 if block_m == 32 or steps <= 4 else 1
+
+
+def _register_limit(
+    target: tuple[str, int | str, int], block_m: int, num_warps: int, programs: int, device: torch.device
+) -> dict[str, int]:
+    """The option that lets programs of few tokens run all at once, where the rule counts on that."""
+    if target[0] != "cuda" or block_m > 32:
+        return {}
+    if num_warps == 8:
+        # two of them a multiprocessor
+        return {"maxnreg": 128}
+    if num_warps != 4 or block_m > 16 or str(target[1]) != "90":
+        return {}
+    limits = {6: {"maxnreg": 80}, 7: {"maxnreg": 72}}
+    return limits.get(-(-programs // _multiprocessors(device)), {})
 
 
 def dequantize(weight: FragmentWeight, dtype: torch.dtype) -> Tensor:
@@ -1483,6 +1638,11 @@ def workspace(out: Tensor, split_k: int, tiles: int, cells: int) -> tuple[Tensor
 def _power_of_two(value: int) -> int:
     """value rounded up to a power of two."""
     return 1 << (value - 1).bit_length()
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

@@ -25,12 +25,18 @@ TARGETS = {
 
 
 def compile_kernel(
-    kernel: Any, arguments: dict[str, str], constexprs: dict[str, Any], target: str, **options: int
+    kernel: Any,
+    arguments: dict[str, str],
+    constexprs: dict[str, Any],
+    target: str,
+    multiples: tuple[str, ...] = (),
+    **options: int,
 ) -> Any:
     """The kernel compiled for TARGETS[target]; its `.asm` holds every stage ("ptx", "amdgcn", ...).
 
     arguments: Triton type of every run-time argument, such as "*fp16" or "i32"; pointers are taken to be
-    16-byte aligned, as torch allocates them.  options: num_warps, num_stages.
+    16-byte aligned, as torch allocates them.  multiples: integers that are, of 16.
+    options: num_warps, num_stages, maxnreg.
     """
     names = kernel.arg_names
     missing = set(names) ^ {*arguments, *constexprs}
@@ -39,7 +45,7 @@ def compile_kernel(
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if signature[name].startswith("*")
+        if signature[name].startswith("*") or name in multiples
     }
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constexprs.items()}, aligned)
     try:

@@ -57,6 +57,15 @@ def test_every_candidate_of_every_variant_fits_its_problem(m, n, k, group_size):
                 assert group_size == k or group_size % config.block_k == 0 or config.scale_weights
 
 
+@pytest.mark.parametrize("group_size", [128, 64, 32])
+@pytest.mark.parametrize(("n", "k"), [(28672, 4096), (14336, 4096), (4096, 14336)])
+def test_at_16_tokens_all_programs_run_at_once(n, k, group_size):
+    """Seven of four warps on each of 132 multiprocessors, and no place in twenty is left empty."""
+    config = dispatch.rule(problem(m_bucket=16, n=n, k=k, group_size=group_size, order="fragment"))
+    assert (config.variant, config.block_m, config.block_n, config.num_warps) == ("gemm", 16, 64, 4)
+    assert 0.95 * 7 * 132 <= n // 64 * config.split_k <= 7 * 132
+
+
 def test_a_refusal_says_why_and_a_wrong_config_is_refused():
     odd = problem(group_size=48)
     assert VARIANTS["plain"].accepts(odd) == "group size 48 is neither a multiple of 32 nor the whole row"

@@ -101,6 +101,10 @@ CASES = [
     # a last tile that goes past the rows that there are
     Case(5, 300, 256, 128, gemm(block_n=256, block_k=128), 4, torch.uint8),
     Case(5, 300, 128, 64, gemm(block_n=256, block_k=128, scale_weights=True)),
+    # zero-points of x's own type, whose product is scaled at the end
+    *(Case(18, 300, 256, 128, gemm(block_n=256, block_k=128), bits, torch.float16) for bits in (2, 3, 4, 8)),
+    Case(5, 70, 384, 128, gemm(block_k=128, split_k=3), 4, torch.float16, True),
+    Case(5, 70, 256, 128, gemm(block_k=128), 4, torch.float32),
     # more slices than are added at a time
     Case(5, 33, 1408, 128, gemm(block_k=128, split_k=11), 4, torch.uint8),
     # several groups a block, all widths, with zero-points of both kinds and without
@@ -228,6 +232,9 @@ def test_gated_products_match_float64(m, n, k, act):
         (4, 32, torch.float16, torch.float16),
         (4, 64, torch.uint8, torch.bfloat16),
         (2, 32, None, torch.bfloat16),
+        (4, 128, None, torch.bfloat16),
+        (4, 128, torch.bfloat16, torch.bfloat16),
+        (8, 128, torch.float16, torch.float16),
     ],
 )
 def test_every_candidate_matches_float64(m, bits, group_size, zero, act):

@@ -54,7 +54,15 @@ def compile_decode(target: str, act: str = "fp16", zero: str | None = None, warp
     return compile_kernel(fragment.decode_kernel, types, constexprs, target, num_warps=warps, num_stages=1)
 
 
-def compile_gemm(target: str, act: str = "fp16", zero: str | None = None, warps: int = 4, **changes) -> Any:
+def compile_gemm(
+    target: str,
+    act: str = "fp16",
+    zero: str | None = None,
+    warps: int = 4,
+    registers: int = 0,
+    multiples: tuple[str, ...] = (),
+    **changes,
+) -> Any:
     constexprs = {
         "stride_on": 1,
         "BITS": 4,
@@ -69,6 +77,8 @@ def compile_gemm(target: str, act: str = "fp16", zero: str | None = None, warps:
         "SPLIT_K": 1,
         "WARP_ROWS": 4,
         "SCALE_WEIGHTS": False,
+        "EVEN_N": True,
+        "ASK": 0,
         "DESCRIPTOR": False,
         "KWIDTH": 2 if target == "sm_90" else fragment.operand_width(_target(target)),
         "LOP3": target.startswith("sm_"),
@@ -78,10 +88,9 @@ def compile_gemm(target: str, act: str = "fp16", zero: str | None = None, warps:
     types = arguments(fragment.gemm_kernel, act, constexprs, zero)
     if constexprs["DESCRIPTOR"]:
         types["x_ptr"] = f"tensordesc<{act}[{constexprs['BLOCK_M']},{constexprs['BLOCK_K']}]>"
-    limit = {"maxnreg": 128} if warps == 8 and constexprs["BLOCK_M"] <= 32 else {}
-    return compile_kernel(
-        fragment.gemm_kernel, types, constexprs, target, num_warps=warps, num_stages=3, **limit
-    )
+    registers = registers or (128 if warps == 8 and constexprs["BLOCK_M"] <= 32 else 0)
+    options = {"num_warps": warps, "num_stages": 3} | ({"maxnreg": registers} if registers else {})
+    return compile_kernel(fragment.gemm_kernel, types, constexprs, target, multiples, **options)
 
 
 def _target(name: str) -> tuple[str, int | str, int]:
@@ -108,6 +117,15 @@ DECODE = {
 GEMM = {
     "4 bits": {},
     "4 bits bf16, zero, scaled weights": {"act": "bf16", "zero": "u8", "SCALE_WEIGHTS": True, "BLOCK_M": 128},
+    "4 bits bf16, its own zero-points": {"act": "bf16", "zero": "bf16", "BLOCK_M": 16, "BLOCK_K": 128},
+    "2 bits, its own zero-points, past the end": {
+        "BITS": 2,
+        "CENTRE": 2,
+        "zero": "fp16",
+        "ROWS16": 16,
+        "BLOCK_K": 128,
+        "EVEN_N": False,
+    },
     "8 bits, groups of 32, split": {"BITS": 8, "CENTRE": 128, "GROUP_SIZE": 32, "BLOCK_K": 32, "SPLIT_K": 4},
     "4 bits, four groups a block": {
         "GROUP_SIZE": 32,
@@ -136,8 +154,10 @@ def test_gemm_compiles(name, target):
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120"])
 def test_hopper_features_compile(target):
     assert "griddepcontrol.wait" in compile_decode(target, DEPENDENT=True).asm["ptx"]
-    ptx = compile_gemm(target, DESCRIPTOR=True, DEPENDENT=True).asm["ptx"]
+    ptx = compile_gemm(target, DESCRIPTOR=True, DEPENDENT=True, ASK=2).asm["ptx"]
     assert "griddepcontrol.wait" in ptx
+    # asked for before that wait
+    assert "prefetch.global.L2" in ptx.split("griddepcontrol.wait")[0]
     assert "cp.async.bulk.tensor" in ptx
 
 
@@ -227,14 +247,37 @@ def test_gemm_has_wgmma_without_spills(tmp_path):
 
 
 @pytest.mark.parametrize("rows16", [4, 16])
-def test_whole_zero_points_cost_gemm_no_instruction_a_weight(rows16, tmp_path):
-    """One subtraction for two weights, of the centre or of the zero-point, and nothing that repacks them."""
+def test_zero_points_cost_gemm_no_instruction_a_weight(rows16, tmp_path):
+    """One instruction for two weights, with the centre or the zero-point, and nothing that repacks them."""
     shape = {"ROWS16": rows16, "warps": 8 if rows16 == 16 else 4, "BLOCK_M": 16, "BLOCK_K": 128}
     shape["WARP_ROWS"] = shape["warps"]
-    for zero in (None, "u8"):
+    for zero in (None, "u8", "fp16"):
         loop = machine_loop(compile_gemm("sm_90", zero=zero, **shape), tmp_path)
         counts = Counter(opcode.split(".")[0] for opcode in loop)
         # 16 x 128 weights are 64 a lane, and a warp has one or two such tiles
         tiles = rows16 // shape["warps"]
-        assert 32 * tiles <= counts["HADD2"] <= 40 * tiles
+        assert 32 * tiles <= counts["HADD2"] + counts["HFMA2"] <= 40 * tiles
         assert counts["PRMT"] <= 8 * tiles
+
+
+def test_bf16_needs_no_more_rotations_than_fp16(tmp_path):
+    """Seven bits of mantissa hold one field: the other is brought there by a product, on another unit."""
+    rotations = {}
+    for act in ("fp16", "bf16"):
+        loops = [
+            machine_loop(compile_gemm("sm_90", act, BLOCK_M=16, BLOCK_K=128), tmp_path),
+            machine_loop(compile_decode("sm_90", act), tmp_path),
+        ]
+        rotations[act] = [sum(opcode.startswith("SHF.L.W") for opcode in loop) for loop in loops]
+    # a tile has 16 words a lane, or 8 for each of two
+    assert rotations["fp16"] == rotations["bf16"] == [8, 16]
+
+
+def test_seven_programs_of_gemm_fit_a_multiprocessor(tmp_path):
+    """Which the rule counts on at 16 tokens: 65536 registers for 7 x 128 threads, and none in memory."""
+    shape = {"BLOCK_M": 16, "BLOCK_K": 128, "SPLIT_K": 2, "HAS_BIAS": False, "DEPENDENT": True, "ASK": 1}
+    sizes = ("n", "padded_n", "blocks", "stride_xm", "stride_om")
+    compiled = compile_gemm("sm_90", registers=72, multiples=sizes, **shape)
+    loop = machine_loop(compiled, tmp_path)
+    assert any(opcode.startswith("HGMMA") for opcode in loop)
+    assert not {opcode for opcode in loop if opcode.startswith(("STL", "LDL"))}
