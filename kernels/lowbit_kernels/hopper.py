@@ -12,9 +12,10 @@ product before they make the next operand. Here a product of BLOCK_K inputs is i
 operand of the next is made meanwhile, in other registers: the wait after it is for the product before and
 names that one's registers, which keeps the compiler from reusing them while the instruction may read them.
 
-One more warp fetches, released by barriers in shared memory; the others only compute. Dequantizing is not
-quite hidden: an instruction of it costs the matrix unit about the cycle that it takes. Scales come a step
-ahead, by loads that find them in L2, where the fetching warp asked for them at the start.
+One more warp fetches, released by barriers in shared memory; the others only compute. Scales come a step
+ahead, by loads that find them in L2, where the fetching warp asked for them at the start. In small tiles a
+step takes longer for waiting than for multiplying: there two slices of K, four warps each, take steps in
+turn, and the first adds the other's sum to its own.
 
 Tiles that do not fill the multiprocessors once more are divided along K (share_out): a program takes a share
 of their steps, which may end one tile and begin another. The program with the first part of a tile adds the
@@ -59,6 +60,7 @@ else:
     # their names until Triton 3.6 and from 3.7 on, and from 3.9 on and before
     thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
     tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+    tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
     # what TMA writes: rows of x in the order that wgmma reads, words as they are
     X_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     WORDS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -190,6 +192,26 @@ def _load_rows(scale_ptr, zero_ptr, tile, padded_n, GROUP_SIZE: gl.constexpr, HA
     if GROUP_SIZE == 32:
         s3, z3 = _load_quarter(scale_ptr, zero_ptr, tile, padded_n, 3, GROUP_SIZE, HAS_ZERO)
     return (s0, s1, s2, s3), (z0, z1, z2, z3)
+
+
+@gluon.jit
+def _first_rows(
+    scale_ptr,
+    zero_ptr,
+    first,
+    tiles,
+    padded_n,
+    GROUP_SIZE: gl.constexpr,
+    HAS_ZERO: gl.constexpr,
+    SLICES: gl.constexpr,
+    SLICE: gl.constexpr,
+):
+    """_load_rows of the first two tiles of a slice from `first` on, or of the last one there is."""
+    a = _load_rows(scale_ptr, zero_ptr, gl.minimum(first + SLICE, tiles - 1), padded_n, GROUP_SIZE, HAS_ZERO)
+    b = _load_rows(
+        scale_ptr, zero_ptr, gl.minimum(first + SLICE + SLICES, tiles - 1), padded_n, GROUP_SIZE, HAS_ZERO
+    )
+    return a, b
 
 
 @gluon.jit
@@ -365,30 +387,28 @@ def _segment(unit, end, m, n, tiles, pitch, BLOCK_M: gl.constexpr, BLOCK_N: gl.c
 
 
 @gluon.jit
-def _produce(
-    x_desc,
-    words_desc,
-    scale_ptr,
-    zero_ptr,
-    x,
-    words,
-    full,
-    empty,
-    unit,
-    end,
-    m,
-    n,
-    padded_n,
-    tiles,
-    whole,
-    share,
-    pitch,
-    GROUP_SIZE: gl.constexpr,
-    HAS_ZERO: gl.constexpr,
-    STAGES: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-):
+def _produce(arguments, GROUP_SIZE: gl.constexpr, HAS_ZERO: gl.constexpr, DEPENDENT: gl.constexpr):
     """Fetch into every stage as soon as it is free; the first words before the kernel ahead has ended."""
+    (
+        x_desc,
+        words_desc,
+        scale_ptr,
+        zero_ptr,
+        x,
+        words,
+        full,
+        empty,
+        unit,
+        end,
+        m,
+        n,
+        padded_n,
+        tiles,
+        whole,
+        share,
+        pitch,
+    ) = arguments
+    STAGES: gl.constexpr = x.shape[0]
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = words_desc.block_type.shape[0] * 16
     program, programs = gl.program_id(0), gl.num_programs(0)
@@ -415,43 +435,57 @@ def _produce(
 
 @gluon.jit
 def _compute(
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    out_ptr,
-    partial_ptr,
-    semaphore_ptr,
-    x,
-    words,
-    full,
-    empty,
-    unit,
-    end,
-    m,
-    n,
-    padded_n,
-    tiles,
-    whole,
-    share,
-    pitch,
-    most_parts,
-    stride_om,
-    stride_on,
+    arguments,
+    SLICE: gl.constexpr,
+    SLICES: gl.constexpr,
     CENTRE: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     HAS_ZERO: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     SHARED: gl.constexpr,
-    STAGES: gl.constexpr,
+    STORE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Multiply units unit ... end - 1; write the tiles they belong to or leave them in the workspace."""
+    """Multiply every SLICES-th of the units unit ... end - 1; write the tiles they belong to or leave them in
+    the workspace. Slices after the first leave their part of a tile in sums, where the first finds it.
+    """
+    (
+        scale_ptr,
+        zero_ptr,
+        bias_ptr,
+        out_ptr,
+        out_desc,
+        partial_ptr,
+        semaphore_ptr,
+        x,
+        words,
+        full,
+        empty,
+        sums,
+        given,
+        taken,
+        unit,
+        end,
+        m,
+        n,
+        padded_n,
+        tiles,
+        whole,
+        share,
+        pitch,
+        most_parts,
+        stride_om,
+        stride_on,
+    ) = arguments
+    STAGES: gl.constexpr = x.shape[0]
+    BLOCK_M: gl.constexpr = x.shape[1]
+    BLOCK_N: gl.constexpr = words.shape[1] * 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WORDS: gl.constexpr = _words_layout(BLOCK_N, WARPS)
+    # whether the last stage of a tile is released in the next one
+    KEPT: gl.constexpr = STORE and SLICE == 0
     dtype: gl.constexpr = out_ptr.dtype.element_ty
 
     e = gl.arange(0, BLOCK_N * 4, layout=_rows_layout(BLOCK_N, WARPS))
@@ -460,15 +494,15 @@ def _compute(
     token, row, first, count = _segment(unit, end, m, n, tiles, pitch, BLOCK_M, BLOCK_N)
     scales = scale_ptr + row + lane_row
     zeros = zero_ptr + row + lane_row
-    rows = _load_rows(scales, zeros, first, padded_n, GROUP_SIZE, HAS_ZERO)
-    later = _load_rows(scales, zeros, gl.minimum(first + 1, tiles - 1), padded_n, GROUP_SIZE, HAS_ZERO)
-    stage, phase, last = 0, 0, 0
+    rows, later = _first_rows(scales, zeros, first, tiles, padded_n, GROUP_SIZE, HAS_ZERO, SLICES, SLICE)
+    stage, phase, last = SLICE, 0, 0
+    done, turns = 0, 0
     while unit < end:
         scale, shift = _convert_rows(rows[0], rows[1], CENTRE, GROUP_SIZE, HAS_ZERO, dtype)
         rows = later
         acc = hopper.warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA))
         before = gl.zeros([BLOCK_N, BLOCK_K], dtype, OPERAND)
-        for i in range(count):
+        for i in range(SLICE, count, SLICES):
             mbarrier.wait(full.index(stage), phase)
             mine = words.index(stage)
             w = _words_of(mine, WORDS, 0, BLOCK_K) + _words_of(mine, WORDS, 1, BLOCK_K)
@@ -482,56 +516,85 @@ def _compute(
                 hopper.warpgroup_mma_wait(1, deps=[before])
                 before = a
                 if j == 0:
-                    # and so has the last one of the step before, whose stage nobody reads any more
-                    mbarrier.arrive(empty.index(last), count=1, pred=i > 0)
+                    # and so has the last one of the step before, whose stage nobody reads any more: of this
+                    # tile, or of the one before, once TMA has read y there
+                    if STORE:
+                        tma.store_wait(0)
+                    mbarrier.arrive(empty.index(last), count=1, pred=(i > SLICE) | (KEPT & (turns > 0)))
                     # what was asked for a step ago and, as the answer takes one, what the next but one needs
                     next_scale, next_shift = _convert_rows(
                         rows[0], rows[1], CENTRE, GROUP_SIZE, HAS_ZERO, dtype
                     )
-                    ahead = gl.minimum(first + i + 2, tiles - 1)
+                    ahead = gl.minimum(first + i + 2 * SLICES, tiles - 1)
                     rows = _load_rows(scales, zeros, ahead, padded_n, GROUP_SIZE, HAS_ZERO)
             scale, shift = next_scale, next_shift
             last = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
+            stage += SLICES
+            if stage >= STAGES:
+                stage -= STAGES
                 phase ^= 1
+        if SLICES > 1:
+            done += count
+            stage = (done + SLICE) % STAGES
+            phase = (done + SLICE) // STAGES & 1
+        busy = count > SLICE
         # the next tile's scales come while this one is written
         after, after_end = _next(unit, end, program, programs, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
         at = gl.minimum(after, gl.cdiv(m, BLOCK_M) * gl.cdiv(n, BLOCK_N) * pitch - 1)
         next_token, next_row, first, count = _segment(at, after_end, m, n, tiles, pitch, BLOCK_M, BLOCK_N)
         scales = scale_ptr + next_row + lane_row
         zeros = zero_ptr + next_row + lane_row
-        rows = _load_rows(scales, zeros, gl.minimum(first, tiles - 1), padded_n, GROUP_SIZE, HAS_ZERO)
-        later = _load_rows(scales, zeros, gl.minimum(first + 1, tiles - 1), padded_n, GROUP_SIZE, HAS_ZERO)
-        y = hopper.warpgroup_mma_wait(0, deps=[acc, before])[0]
-        _finish(
-            y,
-            x.index(last).slice(0, BLOCK_N, 1),
-            bias_ptr,
-            out_ptr,
-            partial_ptr,
-            semaphore_ptr,
-            unit,
-            token,
-            row,
-            m,
-            n,
-            tiles,
-            whole,
-            share,
-            pitch,
-            most_parts,
-            stride_om,
-            stride_on,
-            HAS_BIAS,
-            SHARED,
-            WARPS,
-        )
+        rows, later = _first_rows(scales, zeros, first, tiles, padded_n, GROUP_SIZE, HAS_ZERO, SLICES, SLICE)
+        y = _flat(hopper.warpgroup_mma_wait(0, deps=[acc, before])[0], WARPS)
+        if SLICE > 0:
+            mbarrier.arrive(empty.index(last), count=1, pred=busy)
+            # what the first slice had of the tile before
+            mbarrier.wait(taken, turns & 1 ^ 1)
+            sums.store(y)
+            # every thread's is there before one of them says so
+            thread_barrier()
+            mbarrier.arrive(given, count=1)
+        else:
+            if SLICES > 1:
+                mbarrier.wait(given, turns & 1)
+                y += sums.load(y.type.layout)
+                thread_barrier()
+                mbarrier.arrive(taken, count=1)
+            _finish(
+                y,
+                x.index(last).slice(0, BLOCK_N, 1),
+                bias_ptr,
+                out_ptr,
+                out_desc,
+                partial_ptr,
+                semaphore_ptr,
+                unit,
+                token,
+                row,
+                m,
+                n,
+                tiles,
+                whole,
+                share,
+                pitch,
+                most_parts,
+                stride_om,
+                stride_on,
+                BLOCK_M,
+                BLOCK_N,
+                HAS_BIAS,
+                SHARED,
+                STORE,
+                WARPS,
+            )
+            if not STORE:
+                # y went through the memory that TMA writes to next
+                hopper.fence_async_shared()
+                mbarrier.arrive(empty.index(last), count=1)
         unit, end, token, row = after, after_end, next_token, next_row
-        # y went through the memory that TMA writes to next
-        hopper.fence_async_shared()
-        mbarrier.arrive(empty.index(last), count=1)
+        turns += 1
+    if STORE:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -544,11 +607,23 @@ def _part(unit, tiles, whole, share, pitch):
 
 
 @gluon.jit
+def _flat(acc, WARPS: gl.constexpr):
+    """The accumulator as _flat_layout has it."""
+    BLOCK_N: gl.constexpr = acc.shape[0]
+    BLOCK_M: gl.constexpr = acc.shape[1]
+    # repeat, warp, half, lane // 4, run of tokens, lane % 4, odd: lanes last but for the 16 bytes of each
+    y = gl.reshape(acc, (BLOCK_N // (16 * WARPS), WARPS, 2, 8, BLOCK_M // 8, 4, 2))
+    y = gl.reshape(gl.permute(y, (0, 4, 1, 3, 5, 2, 6)), (BLOCK_N * BLOCK_M,))
+    return gl.convert_layout(y, _flat_layout(BLOCK_N, BLOCK_M, WARPS), assert_trivial=True)
+
+
+@gluon.jit
 def _finish(
-    acc,
+    sums,
     memory,
     bias_ptr,
     out_ptr,
+    out_desc,
     partial_ptr,
     semaphore_ptr,
     unit,
@@ -563,25 +638,22 @@ def _finish(
     most_parts,
     stride_om,
     stride_on,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     SHARED: gl.constexpr,
+    STORE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Write the tile acc, or leave it in the workspace for the program that has the first part of its tile.
+    """Write the tile sums, or leave it in the workspace for the program that has the first part of its tile.
 
     partial: fp32 [tiles that are shared, most_parts - 1, BLOCK_N · BLOCK_M].  semaphore: [tiles that are
     shared], counts the parts that are there, 0 again afterwards.
     """
-    MMA: gl.constexpr = acc.type.layout
-    BLOCK_N: gl.constexpr = acc.shape[0]
-    BLOCK_M: gl.constexpr = acc.shape[1]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     SIZE: gl.constexpr = BLOCK_N * BLOCK_M
-    FLAT: gl.constexpr = _flat_layout(BLOCK_N, BLOCK_M, WARPS)
+    FLAT: gl.constexpr = sums.type.layout
     REPEATS: gl.constexpr = BLOCK_N // (16 * WARPS)
-    # repeat, warp, half, lane // 4, run of tokens, lane % 4, odd: lanes last but for the 16 bytes of each
-    sums = gl.reshape(acc, (REPEATS, WARPS, 2, 8, BLOCK_M // 8, 4, 2))
-    sums = gl.reshape(gl.permute(sums, (0, 4, 1, 3, 5, 2, 6)), (SIZE,))
-    sums = gl.convert_layout(sums, FLAT, assert_trivial=True)
     mine = True
     if SHARED:
         place, part, parts = _part(unit, tiles, whole, share, pitch)
@@ -604,7 +676,22 @@ def _finish(
         y = gl.reshape(sums, (REPEATS, BLOCK_M // 8, WARPS, 8, 4, 2, 2))
         y = gl.reshape(gl.permute(y, (0, 2, 5, 3, 1, 4, 6)), (BLOCK_N, BLOCK_M))
         y = gl.convert_layout(y, MMA, assert_trivial=True)
-        _write(y, memory, bias_ptr, out_ptr, token, row, m, n, stride_om, stride_on, HAS_BIAS, WARPS)
+        _write(
+            y,
+            memory,
+            bias_ptr,
+            out_ptr,
+            out_desc,
+            token,
+            row,
+            m,
+            n,
+            stride_om,
+            stride_on,
+            HAS_BIAS,
+            STORE,
+            WARPS,
+        )
 
 
 @gluon.jit
@@ -613,6 +700,7 @@ def _write(
     memory,
     bias_ptr,
     out_ptr,
+    out_desc,
     token,
     row,
     m,
@@ -620,6 +708,7 @@ def _write(
     stride_om,
     stride_on,
     HAS_BIAS: gl.constexpr,
+    STORE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     """Transpose through the memory that held x, and write whole rows of y."""
@@ -632,10 +721,14 @@ def _write(
         rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, MMA))
         y += gl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(gl.float32)[:, None]
     memory.permute((1, 0)).store(y.to(dtype))
-    rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ROWS))
-    tokens = token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ROWS))
-    cells = out_ptr + tokens.to(gl.int64)[:, None] * stride_om + rows.to(gl.int64)[None, :] * stride_on
-    gl.store(cells, memory.load(ROWS), mask=(tokens < m)[:, None] & (rows < n)[None, :])
+    if STORE:
+        hopper.fence_async_shared()
+        tma_store(out_desc, [token, row], memory)
+    else:
+        rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ROWS))
+        tokens = token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ROWS))
+        cells = out_ptr + tokens.to(gl.int64)[:, None] * stride_om + rows.to(gl.int64)[None, :] * stride_on
+        gl.store(cells, memory.load(ROWS), mask=(tokens < m)[:, None] & (rows < n)[None, :])
 
 
 @gluon.jit(do_not_specialize=["m", "padded_n", "tiles", "whole", "share", "pitch", "most_parts"])
@@ -646,6 +739,7 @@ def hopper_kernel(
     zero_ptr,
     bias_ptr,
     out_ptr,
+    out_desc,
     partial_ptr,
     semaphore_ptr,
     m,
@@ -666,7 +760,9 @@ def hopper_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     SHARED: gl.constexpr,
+    STORE: gl.constexpr,
     STAGES: gl.constexpr,
+    SLICES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """Tiles [BLOCK_N, BLOCK_M] of yᵀ: the first `whole` in turn, a share of the others for each program.
@@ -675,6 +771,8 @@ def hopper_kernel(
     tiles · 256] with block [BLOCK_N / 16, 256].  partial, semaphore: see _finish.  GROUP_SIZE: a multiple of
     BLOCK_K, or 0 if rows are groups.  HAS_ZERO: otherwise all zero-points are CENTRE.  tiles: along K, and
     so the steps of a tile.  whole, share, pitch, most_parts: see Shares.  SHARED: most_parts > 1.
+    STORE: y by TMA, which goes on during the next tile, through out_desc, of out with block [BLOCK_M,
+    BLOCK_N].  SLICES: of K within a program, of num_warps each; fewer than STAGES.
     """
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     program = gl.program_id(0)
@@ -687,78 +785,98 @@ def hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
+    # The second slice's part of a tile, that it is there, and that it is read; stand-ins without slices. Not
+    # allocated for nobody: what nobody uses later may share its place with the arguments of the warps below.
+    sums, given, taken = full, full, full
+    if SLICES > 1:
+        sums = gl.allocate_shared_memory(
+            gl.float32, [BLOCK_N * BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
+        given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(given, count=1)
+        mbarrier.init(taken, count=1)
     hopper.fence_async_shared()
     if DEPENDENT:
         _let_next_start()
-    gl.warp_specialize(
-        [
-            (
-                _compute,
-                (
-                    scale_ptr,
-                    zero_ptr,
-                    bias_ptr,
-                    out_ptr,
-                    partial_ptr,
-                    semaphore_ptr,
-                    x,
-                    words,
-                    full,
-                    empty,
-                    unit,
-                    end,
-                    m,
-                    n,
-                    padded_n,
-                    tiles,
-                    whole,
-                    share,
-                    pitch,
-                    most_parts,
-                    stride_om,
-                    stride_on,
-                    CENTRE,
-                    GROUP_SIZE,
-                    HAS_ZERO,
-                    HAS_BIAS,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                    SHARED,
-                    STAGES,
-                    gl.num_warps(),
-                ),
-            ),
-            (
-                _produce,
-                (
-                    x_desc,
-                    words_desc,
-                    scale_ptr,
-                    zero_ptr,
-                    x,
-                    words,
-                    full,
-                    empty,
-                    unit,
-                    end,
-                    m,
-                    n,
-                    padded_n,
-                    tiles,
-                    whole,
-                    share,
-                    pitch,
-                    GROUP_SIZE,
-                    HAS_ZERO,
-                    STAGES,
-                    DEPENDENT,
-                ),
-            ),
-        ],
-        [1],
-        [24],
+    WARPS: gl.constexpr = gl.num_warps()
+    compute = (
+        scale_ptr,
+        zero_ptr,
+        bias_ptr,
+        out_ptr,
+        out_desc,
+        partial_ptr,
+        semaphore_ptr,
+        x,
+        words,
+        full,
+        empty,
+        sums,
+        given,
+        taken,
+        unit,
+        end,
+        m,
+        n,
+        padded_n,
+        tiles,
+        whole,
+        share,
+        pitch,
+        most_parts,
+        stride_om,
+        stride_on,
     )
+    produce = (
+        x_desc,
+        words_desc,
+        scale_ptr,
+        zero_ptr,
+        x,
+        words,
+        full,
+        empty,
+        unit,
+        end,
+        m,
+        n,
+        padded_n,
+        tiles,
+        whole,
+        share,
+        pitch,
+    )
+    if SLICES == 1:
+        gl.warp_specialize(
+            [
+                (
+                    _compute,
+                    (compute, 0, 1, CENTRE, GROUP_SIZE, HAS_ZERO, HAS_BIAS, BLOCK_K, SHARED, STORE, WARPS),
+                ),
+                (_produce, (produce, GROUP_SIZE, HAS_ZERO, DEPENDENT)),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.static_assert(SLICES == 2)
+        gl.warp_specialize(
+            [
+                (
+                    _compute,
+                    (compute, 0, 2, CENTRE, GROUP_SIZE, HAS_ZERO, HAS_BIAS, BLOCK_K, SHARED, STORE, WARPS),
+                ),
+                (
+                    _compute,
+                    (compute, 1, 2, CENTRE, GROUP_SIZE, HAS_ZERO, HAS_BIAS, BLOCK_K, SHARED, STORE, WARPS),
+                ),
+                (_produce, (produce, GROUP_SIZE, HAS_ZERO, DEPENDENT)),
+            ],
+            [WARPS, 1],
+            # all alike: with fewer for the fetching warp ptxas waits for every single product
+            [168, 168],
+        )
 
 
 @dataclass(frozen=True)
@@ -816,11 +934,13 @@ def multiply(
     dependent: bool,
     num_warps: int,
     num_stages: int,
+    slices: int = 1,
 ) -> None:
     """Fill out [M, N] with x [M, K] @ Wᵀ + bias by hopper_kernel.
 
     block_m: a power of two, 16 to 256.  block_n: 64 or 128, 16 · num_warps at least.  block_k: inputs of one
     product, 16, 32 or 64, a divisor of the group size.  split_k, at_once: see share_out.  num_warps: 4 or 8.
+    slices: of K within a program, 1 or, with 4 warps each, 2.
     """
     layout = weight.layout
     x = padded_x(x, layout.padded_k)
@@ -831,6 +951,9 @@ def multiply(
     cells = rest * (shares.most_parts - 1) * block_n * block_m
     partial, semaphore = workspace(out, shares.most_parts, rest, cells)
     words = weight.words.view(layout.shape[0], -1)
+    # TMA leaves time for the next tile, and the last one waits for it a little longer
+    several = at_once > 0 and shares.whole > 0
+    store = several and out.stride(1) == 1 and out.stride(0) % 8 == 0 and out.data_ptr() % 16 == 0
     launch(
         hopper_kernel,
         (shares.programs,),
@@ -840,6 +963,7 @@ def multiply(
         weight.scale if weight.zero_point is None else weight.zero_point,
         out if bias is None else bias,
         out,
+        TensorDescriptor.from_tensor(out, [block_m, block_n], X_LAYOUT) if store else out,
         partial,
         semaphore,
         m,
@@ -859,21 +983,23 @@ def multiply(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         SHARED=shares.most_parts > 1,
+        STORE=store,
         STAGES=num_stages,
+        SLICES=slices,
         DEPENDENT=dependent,
         num_warps=num_warps,
         **({"launch_pdl": True} if dependent else {}),
-        **_registers(num_warps, block_m),
+        **_registers(num_warps, block_m, slices),
     )
 
 
-def _registers(num_warps: int, block_m: int) -> dict[str, int]:
+def _registers(num_warps: int, block_m: int, slices: int) -> dict[str, int]:
     """Option of the compiler that leaves room for a second program where four warps compute.
 
     Otherwise a program takes all registers of a multiprocessor: its fetching warp counts as four. A product
     of 256 tokens needs more to compile.
     """
-    return {"maxnreg": 128} if num_warps == 4 and block_m < 256 else {}
+    return {"maxnreg": 128} if num_warps == 4 and block_m < 256 and slices == 1 else {}
 
 
 @functools.cache
@@ -887,7 +1013,7 @@ def missing() -> str | None:
     if not HAS_GLUON:
         return f"Triton {triton.__version__} has no Gluon for Hopper"
     try:
-        compile_kernel(BLOCK_M=64, BLOCK_N=64, STAGES=2, num_warps=4)
+        compile_kernel(BLOCK_M=64, BLOCK_N=64, STAGES=3, SLICES=2, STORE=True, num_warps=4)
     except Exception as e:
         return f"Triton {triton.__version__} does not compile the kernel ({type(e).__name__})"
     return None
@@ -911,14 +1037,18 @@ def compile_kernel(
         "BLOCK_N": 128,
         "BLOCK_K": 64,
         "SHARED": False,
+        "STORE": False,
         "STAGES": 4,
+        "SLICES": 1,
         "DEPENDENT": False,
     } | constexprs
     names = hopper_kernel.arg_names
     x_block, words_block = [constants["BLOCK_M"], TILE_K], [constants["BLOCK_N"] // TILE_N, 256]
+    y_block = [constants["BLOCK_M"], constants["BLOCK_N"]]
     types = {
         "x_desc": f"tensordesc<{act}{x_block},{X_LAYOUT!r}>",
         "words_desc": f"tensordesc<i32{words_block},{WORDS_LAYOUT!r}>",
+        "out_desc": f"tensordesc<{act}{y_block},{X_LAYOUT!r}>" if constants["STORE"] else f"*{act}",
         "partial_ptr": "*fp32",
         "semaphore_ptr": "*i32",
         "zero_ptr": f"*{zero if constants['HAS_ZERO'] else act}",
@@ -935,5 +1065,5 @@ def compile_kernel(
             {(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
         ),
         target=triton.backends.compiler.GPUTarget("cuda", 90, 32),
-        options={"num_warps": num_warps, **_registers(num_warps, constants["BLOCK_M"])},
+        options={"num_warps": num_warps, **_registers(num_warps, constants["BLOCK_M"], constants["SLICES"])},
     )

@@ -29,6 +29,8 @@ def _hopper_gpu() -> None:
 # two programs of the first share a multiprocessor
 NARROW = KernelConfig("hopper", 64, 128, 16, num_warps=4, num_stages=4)
 WIDE = KernelConfig("hopper", 128, 128, 32, num_warps=8, num_stages=4)
+# two slices of K in a program
+SLICED = KernelConfig("hopper", 64, 64, 64, num_warps=4, num_stages=10, slices=2)
 
 CASES = [
     # tails of every kind: tokens, rows, inputs; fewer tiles than stages; more slices than tiles
@@ -46,10 +48,19 @@ CASES = [
     *(Case(150, 1100, 4096, 128, replace(NARROW, split_k=3, at_once=once)) for once in (8, 100)),
     *(Case(150, 1100, 4096, 128, replace(WIDE, at_once=once), zero=torch.uint8) for once in (17, 7, 5, 31)),
     *(Case(500, 1100, 4096, 128, replace(NARROW, at_once=once), bias=True) for once in (20, 50, 264)),
+    # rows of y that TMA can write, with tails, by programs of several tiles
+    Case(500, 1096, 4096, 128, replace(WIDE, at_once=7), bias=True),
+    Case(300, 1000, 2176, 128, replace(WIDE, block_m=256, num_stages=3, at_once=9)),
+    # slices: one step in all, an odd number, fewer stages than steps, several tiles, and shares of them
+    Case(1, 1, 33, 33, SLICED),
+    Case(70, 300, 384, 128, SLICED, bias=True),
+    Case(200, 1000, 4224, 128, replace(SLICED, block_m=128, num_stages=5)),
+    Case(200, 1000, 4224, 128, replace(SLICED, block_k=16, num_stages=3, split_k=3)),
+    *(Case(500, 1096, 2048, 128, replace(SLICED, at_once=once), zero=torch.uint8) for once in (7, 31, 100)),
     # groups within, of and across a tile; widths, zero-points whole and fractional
     *(
         Case(90, 260, 1280, group, config, bits, zero, True)
-        for config in (NARROW, WIDE)
+        for config in (NARROW, WIDE, replace(SLICED, block_k=32))
         for group, bits, zero in (
             (32, 4, None),
             (32, 4, torch.uint8),
@@ -74,7 +85,9 @@ def test_matches_float64(case, act):
 
 
 @pytest.mark.parametrize(
-    "config", [NARROW, WIDE, replace(NARROW, split_k=3)], ids=["narrow", "wide", "split"]
+    "config",
+    [NARROW, WIDE, SLICED, replace(NARROW, split_k=3)],
+    ids=["narrow", "wide", "sliced", "split"],
 )
 def test_faults_are_caught(config):
     problem = make_problem(Case(64, 260, 1024, 128, config), "cuda")
@@ -89,7 +102,7 @@ def test_faults_are_caught(config):
 
 @pytest.mark.parametrize(("split_k", "at_once"), [(1, 0), (2, 0), (3, 0), (4, 3), (1, 3), (1, 132)])
 def test_same_bits_every_time_and_in_graphs(split_k, at_once):
-    for kind in (NARROW, replace(WIDE, dependent=True)):
+    for kind in (NARROW, replace(WIDE, dependent=True), replace(SLICED, dependent=True)):
         config = replace(kind, split_k=split_k, at_once=at_once)
         problem = make_problem(Case(128, 512, 2048, 128, config), "cuda")
         weight = prepare(problem.weight)
@@ -98,7 +111,7 @@ def test_same_bits_every_time_and_in_graphs(split_k, at_once):
         run = VARIANTS["hopper"].launch
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(3):
+            for _ in range(30):
                 run(problem.x, weight, None, out, config)
         for _ in range(20):
             out.fill_(float("nan"))
