@@ -186,6 +186,8 @@ def read_texts(files: Sequence[str | Path] | None) -> dict[str, str]:
         return {name: (shipped / f"{name}.txt").read_text(encoding="utf-8") for name in names}
     texts = {}
     for file in map(Path, files):
+        if file.is_char_device() or file.is_block_device():
+            raise SourceError(f"{file}: a device, which has no end; pass UTF-8 text files")
         try:
             texts[file.stem if file.stem not in texts else str(file)] = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:

@@ -83,6 +83,9 @@ def report(
         raise OutputError(
             f"{target}: {'a folder' if target.is_dir() else 'no such folder'}; name a file to write"
         )
+    # weights, for one
+    if target.is_file() and target.suffix.lower() not in (".html", ".htm"):
+        raise OutputError(f"{target}: is there and no .html file; name another file to write")
     if folder.manifest is None:
         raise SourceError(f"{path}: no lowbit.json; report takes the folder that lowbit quantize wrote")
     rows = layer_rows(folder.manifest, verified)

@@ -207,6 +207,21 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before(good, tmp_path):
     assert not [file for file in (*folder.iterdir(), *tmp_path.iterdir()) if file.name.startswith(".")]
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "lowbit.json", "README.md"])
+def test_a_page_takes_no_other_file_s_place(good, tmp_path, name):
+    folder = shutil.copytree(good["gptq"], tmp_path / "out")
+    before = (folder / name).read_bytes()
+    with pytest.raises(OutputError, match=name):
+        report.report(folder, folder / name)
+    assert (folder / name).read_bytes() == before
+    assert report.report(folder, folder / "mine.html") == report.report(folder, folder / "mine.html")
+
+
+def test_a_text_without_an_end_is_refused(good):
+    with pytest.raises(LowbitError, match="/dev/zero: a device"):
+        evaluate.evaluate(good["gptq"], text=["/dev/zero"])
+
+
 def test_a_page_may_go_to_a_link_or_a_device(good, tmp_path):
     (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
     report.report(good["gptq"], tmp_path / "link.html")

@@ -24,7 +24,12 @@ def bench(
     tokens: Annotated[
         list[int] | None,
         typer.Option(
-            "--tokens", help="Tokens in a call. Repeatable.", show_default="1 to 1024", min=1, metavar="M"
+            "--tokens",
+            help="Tokens in a call. Repeatable.",
+            show_default="1 to 1024",
+            min=1,
+            max=1 << 16,
+            metavar="M",
         ),
     ] = None,
     plot: Annotated[

@@ -19,7 +19,12 @@ def tune(
     tokens: Annotated[
         list[int] | None,
         typer.Option(
-            "--tokens", help="Tokens in a call. Repeatable.", show_default="1 to 4096", min=1, metavar="M"
+            "--tokens",
+            help="Tokens in a call. Repeatable.",
+            show_default="1 to 4096",
+            min=1,
+            max=1 << 16,
+            metavar="M",
         ),
     ] = None,
     json: options.Json = False,
