@@ -54,6 +54,11 @@ REFUSED = {
 }
 
 
+def test_a_recipe_without_an_end_is_refused() -> None:
+    with pytest.raises(RecipeError, match="/dev/zero: a device"):
+        make_recipe("/dev/zero")
+
+
 @pytest.mark.parametrize("text", REFUSED, ids=lambda text: text[:30].encode("unicode_escape").decode())
 def test_what_a_recipe_cannot_mean_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"

@@ -14,7 +14,7 @@ import torch
 from lowbit import events
 from lowbit.checkpoint.formats import FORMATS, Format, format_of
 from lowbit.checkpoint.sink import Sink
-from lowbit.errors import GateError, PlanError, RecipeError, SourceError
+from lowbit.errors import GateError, OutputError, PlanError, RecipeError, SourceError
 from lowbit.folder import INDEX, KERNELS, LATER_FILES, MANIFEST, Folder, open_quantized
 from lowbit.hub import restate_card
 from lowbit.plan import LayerPlan
@@ -60,6 +60,10 @@ def convert(
         if out is not None
         else folder.path.resolve().parent / f"{folder.path.resolve().name}-{format}"
     )
+    if folder.path.resolve() in out.resolve().parents:
+        raise OutputError(
+            f"{out}: inside {path}, which would hold more than its manifest; choose another --out"
+        )
 
     key = {
         "convert": str(folder.path.resolve()),

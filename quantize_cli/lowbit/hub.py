@@ -63,6 +63,7 @@ def push(
     Returns repo, files, bytes, uploaded, deleted, url and pull_request.
     Raises HubError, one line, for everything that the Hub or the network refuses.
     """
+    _check_names(repo_id, revision)
     folder = open_quantized(folder, "push").path
     digests = _listed_files(folder)
     (check or _verify)(folder)
@@ -135,6 +136,21 @@ def _absent(folder: Path, digests: dict[str, str], listing: dict[str, tuple[str 
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == blob
 
     return [name for name in digests if not same(name)]
+
+
+def _check_names(repo_id: str, revision: str | None) -> None:
+    """Raise HubError for names that the Hub cannot have, before anything is read."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as e:
+        said = " ".join(str(e).split())[:200]
+        raise HubError(f"{repo_id}: not a repository name; use NAME or OWNER/NAME ({said})") from None
+    # what git takes for a branch, but for its rarer rules
+    if revision is not None and (not re.fullmatch(r"\w[\w./-]*", revision) or ".." in revision):
+        raise HubError(f"--revision {revision}: not a name that a branch can have")
 
 
 def _verify(folder: Path) -> None:
@@ -266,14 +282,11 @@ def _reason(e: BaseException, repo_id: str, endpoint: str) -> str:
     """What went wrong, where, and what to do."""
     from huggingface_hub.errors import (
         HfHubHTTPError,
-        HFValidationError,
         OfflineModeIsEnabled,
         RevisionNotFoundError,
     )
 
     said = " ".join(str(getattr(e, "server_message", None) or e).split())[:300]
-    if isinstance(e, HFValidationError):
-        return f"{repo_id}: not a repository name; use NAME or OWNER/NAME ({said})"
     if isinstance(e, RevisionNotFoundError):
         return f"{repo_id}: no such revision (404); --revision takes a branch name"
     if isinstance(e, OfflineModeIsEnabled):

@@ -146,6 +146,9 @@ def make_recipe(file: str | Path | None = None, **given: Any) -> Recipe:
     keys: dict[str, Any] = {}
     if file is not None:
         try:
+            # such as /dev/zero, which has no end
+            if Path(file).is_char_device() or Path(file).is_block_device():
+                raise RecipeError(f"{file}: a device; pass --recipe a YAML file")
             keys = yaml.load(Path(file).read_text(encoding="utf-8-sig"), _Loader) or {}
         except OSError as e:
             raise RecipeError(f"{file}: {e.strerror or e}; pass --recipe a YAML file") from None

@@ -278,6 +278,23 @@ def test_a_manifest_of_another_program_at_the_hub_takes_nothing_away(server, fol
     assert set(repo.files("main")) == set(local_files(folder)) | {"theirs.md"}
 
 
+@pytest.mark.parametrize(
+    ("repo_id", "revision"),
+    [
+        ("a/b/c", None),
+        ("a/b c", None),
+        ("../x", None),
+        ("", None),
+        ("me/m", ""),
+        ("me/m", "a b"),
+        ("me/m", "a..b"),
+    ],
+)
+def test_names_that_the_hub_cannot_have_are_refused_without_a_network(folder, repo_id, revision):
+    with pytest.raises(HubError, match="not a"):
+        hub.push(folder, repo_id, revision=revision, dry_run=True)
+
+
 def test_private_is_not_ignored_for_a_public_repository(server, folder):
     push(server, folder)
     with pytest.raises(HubError, match="is public"):

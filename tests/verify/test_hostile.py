@@ -182,6 +182,12 @@ def test_a_source_of_a_name_that_no_file_can_have(good, tmp_path):
     assert verify.verify(folder, forward=False).source is None
 
 
+def test_a_folder_is_not_converted_into_itself(good):
+    with pytest.raises(OutputError, match="inside"):
+        convert(good["gptq"], "gptq-v2", good["gptq"] / "sub" / "v2")
+    assert not (good["gptq"] / "sub").exists()
+
+
 @pytest.mark.parametrize("name", [KERNELS, "README.md"])
 def test_texts_that_are_not_utf8_are_converted(good, tmp_path, name):
     folder = shutil.copytree(good["gptq"], tmp_path / "out")
