@@ -182,6 +182,18 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "experts": (lambda m: m.update({"llama.expert_count": 8}), "mixture of experts"),
     "scaled rope": (lambda m: m.update({"llama.rope.scaling.type": "yarn"}), "scaled rotary"),
     "tokenizer": (lambda m: m.update({"tokenizer.ggml.pre": "tekken"}), "tokenizer gpt2/tekken"),
+    "no heads": (lambda m: m.update({"llama.attention.head_count": 0}), "has 0 heads"),
+    "heads that do not divide": (lambda m: m.update({"llama.attention.head_count_kv": 3}), "has 3 heads"),
+    "heads of text": (lambda m: m.update({"llama.attention.head_count": "four"}), "has four heads"),
+    "a width of text": (lambda m: m.update({"llama.embedding_length": "wide"}), "metadata cannot be right"),
+    "a merge of nothing known": (
+        lambda m: m["tokenizer.ggml.merges"].append("\u2603 \u2603"),
+        "tokenizer cannot be used",
+    ),
+    "fewer types than tokens": (
+        lambda m: m["tokenizer.ggml.token_type"].pop(),
+        "tokenizer cannot be used",
+    ),
     "no tokens": (lambda m: m.pop("tokenizer.ggml.tokens"), r"tokenizer\.ggml\.tokens' is missing"),
     "no width": (lambda m: m.pop("llama.embedding_length"), r"llama\.embedding_length' is missing"),
 }

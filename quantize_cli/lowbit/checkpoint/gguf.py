@@ -102,15 +102,26 @@ def read_gguf(path: Path) -> GgufModel:
     try:
         tensors = [_describe(path, size, meta, tensor) for tensor in reader.tensors]
         config = _config(meta, tensors)
-        texts = _tokenizer_files(path, meta, config)
     except KeyError as e:
         raise SourceError(f"{path}: metadata {e} is missing; download it again") from None
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as e:
+        raise SourceError(f"{path}: its metadata cannot be right ({e}); download it again") from None
+    try:
+        texts = _tokenizer_files(path, meta, config)
+    except SourceError:
+        raise
+    except KeyError as e:
+        raise SourceError(f"{path}: metadata {e} is missing; download it again") from None
+    # whatever a library of its own makes of a vocabulary that is damaged
+    except Exception as e:
+        reason = " ".join(str(e).split())[:200]
+        raise SourceError(f"{path}: its tokenizer cannot be used ({reason}); download it again") from None
     return GgufModel(sorted(tensors, key=lambda t: t.offset), config, texts)
 
 
 def _describe(path: Path, size: int, meta: dict[str, Any], tensor: Any) -> GgufInfo:
     name = TOP_NAMES.get(tensor.name)
-    heads = 0
+    heads, kind = 0, ""
     if name is None:
         parts = tensor.name.split(".")
         if len(parts) != 4 or parts[0] != "blk" or parts[2] not in HF_NAMES:
@@ -126,6 +137,10 @@ def _describe(path: Path, size: int, meta: dict[str, Any], tensor: Any) -> GgufI
         raise SourceError(f"{path}: cut short at {size} bytes: {tensor.name} ends at {start + nbytes}")
     # GGUF lists dimensions fastest first
     shape = tuple(int(n) for n in reversed(tensor.shape))
+    if kind in ("attn_q", "attn_k") and (type(heads) is not int or heads < 1 or shape[0] % (2 * heads)):
+        raise SourceError(
+            f"{path}: tensor {tensor.name} of {shape[0]} rows has {heads} heads; download it again"
+        )
     values = 1
     for n in shape:
         values *= n
