@@ -204,7 +204,15 @@ class Engine:
         self.full = (
             workspace.empty((*rows.shape, self.skeleton.width), self.dtype) if following.target else None
         )
-        self._embed()
+        try:
+            self._embed()
+        # what the model's own code says of a config that contradicts itself
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as e:
+            reason = " ".join(str(e).split())[:200]
+            raise PlanError(
+                f"{source.name}: its code does not run as config.json says ({reason}); "
+                "--method rtn and hqq need no model code"
+            ) from e
 
     def resume(self, done: frozenset[str]) -> None:
         """Go on from the saved state if every layer of the blocks before it is in `done`."""

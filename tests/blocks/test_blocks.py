@@ -752,6 +752,14 @@ def test_experts_of_another_shape_than_the_config_s_are_refused(tiny: Tiny, tmp_
         run(engine)
 
 
+def test_a_config_with_which_the_model_does_not_run_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    folder = save_model("qwen3_moe", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 99}))
+    with pytest.raises(PlanError, match="does not run as config"), opened(folder, make_rows()):
+        pass
+
+
 def test_layers_outside_the_blocks_are_listed(tiny: Tiny) -> None:
     with open_source(str(tiny("llama"))) as source:
         plan = make_plan(source, Recipe(method="rtn", group=32, include=("re:.*",)))
