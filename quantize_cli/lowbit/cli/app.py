@@ -47,7 +47,7 @@ def lowbit(
         typer.Option("--version", callback=_version, is_eager=True, metavar="", help="Print the version."),
     ] = False,
 ) -> None:
-    """Quantize language models to low bits, prove it layer by layer, write a checkpoint every engine loads.
+    """Quantize language models to low bits, prove it layer by layer, write a checkpoint that engines load.
 
     Start with: lowbit quantize demo
     """
