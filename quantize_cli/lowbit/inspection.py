@@ -184,7 +184,7 @@ def _transformers(folder: Folder) -> tuple[bool, tuple[str, ...], str]:
     mixed = len({(layer.scheme.bits, layer.scheme.group_size) for layer in folder.layers.values()}) > 1
     if folder.format == "compressed-tensors":
         if _symmetric(folder):
-            return True, ("dense after load",), "unpacks to dense weights; exact where docs/loaders.md says so"
+            return True, ("dense after load",), "unpacks to dense weights; exact ones in docs/loaders.md"
         if _experts(folder):
             return False, (), "zero-points of experts are not passed on"
         if mixed:
