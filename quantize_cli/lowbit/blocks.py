@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations import Saved, State, Workspace
-from lowbit.errors import CalibrationError, PlanError, SourceError
+from lowbit.errors import CalibrationError, PlanError, SourceError, one_line
 from lowbit.hessian import LayerStats, Moments, add_tokens, finish, start_moments
 from lowbit.plan import LayerPlan
 from lowbit.products import Kept, Product, Products
@@ -208,7 +208,7 @@ class Engine:
             self._embed()
         # what the model's own code says of a config that contradicts itself
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as e:
-            reason = " ".join(str(e).split())[:200]
+            reason = one_line(e)
             raise PlanError(
                 f"{source.name}: its code does not run as config.json says ({reason}); "
                 "--method rtn and hqq need no model code"

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.errors import CalibrationError, SourceError
+from lowbit.errors import CalibrationError, SourceError, one_line
 from lowbit.plan import text_config
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def _parquet_records(path: Path) -> Iterator[Any]:
         for batch in ParquetFile(path).iter_batches(batch_size=256):
             yield from batch.to_pylist()
     except (ArrowException, OSError) as e:
-        raise CalibrationError(f"{path}: not a readable Parquet file: {' '.join(str(e).split())}") from None
+        raise CalibrationError(f"{path}: not a readable Parquet file: {one_line(e, None)}") from None
 
 
 def _dataset(name: str, spec: str, split: str | None, column: str | None) -> Iterator[Any]:
@@ -240,7 +240,7 @@ def _dataset(name: str, spec: str, split: str | None, column: str | None) -> Ite
         first = list(islice(records, 1))
     except Exception as e:
         # datasets raises errors of many libraries; each means that the data could not be had
-        reason = " ".join(str(e).split())[:300]
+        reason = one_line(e, 300)
         raise CalibrationError(f"--calib {spec}: {reason or type(e).__name__}") from None
     return _values(chain(first, records), column, spec)
 
@@ -298,9 +298,7 @@ def _chat_text(messages: list[Any], tokenizer: Any, origin: str) -> str:
         return str(tokenizer.apply_chat_template(turns, tokenize=False))
     except Exception as e:
         # templates raise what they like
-        raise CalibrationError(
-            f"{origin}: the chat template refuses a chat: {' '.join(str(e).split())}"
-        ) from None
+        raise CalibrationError(f"{origin}: the chat template refuses a chat: {one_line(e, None)}") from None
 
 
 def _enough(texts: Iterator[str], tokens: int, origin: str) -> list[str]:
@@ -342,7 +340,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
             raise TypeError("model_max_length is not a number")
     # a missing file, a value or a class that transformers does not know, or custom code without the flag
     except Exception as e:
-        reason = " ".join(str(e).split())[:200]
+        reason = one_line(e)
         raise SourceError(f"{folder}: no usable tokenizer ({reason})") from None
     return tokenizer
 

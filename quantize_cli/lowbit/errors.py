@@ -39,3 +39,8 @@ class GateError(LowbitError):
     """A quality gate or a verification failed: exit code 1."""
 
     exit_code = 1
+
+
+def one_line(said: object, most: int | None = 200) -> str:
+    """What another library said, or any text, on one line of at most so many characters."""
+    return " ".join(str(said).split())[:most]

@@ -15,7 +15,7 @@ import torch
 from lowbit import runtime
 from lowbit.calib import load_tokenizer
 from lowbit.device import pick_device
-from lowbit.errors import RecipeError, SourceError
+from lowbit.errors import RecipeError, SourceError, one_line
 from lowbit.evaluate import check_length, load_model, open_weights
 from lowbit.folder import DenseView
 
@@ -94,7 +94,7 @@ def _continue(
             file = weights.path / "generation_config.json"
             if not file.is_file():
                 raise
-            reason = " ".join(str(e).split())[:200]
+            reason = one_line(e)
             raise SourceError(f"{file}: cannot be followed ({reason}); copy the original's") from None
         ends = model.generation_config.eos_token_id
     new = output[0, inputs.input_ids.shape[1] :].tolist()
@@ -109,5 +109,5 @@ def _in_template(tokenizer: Any, prompt: str, name: str) -> str:
         return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     # a template is a program of the model's
     except Exception as e:
-        reason = " ".join(str(e).split())[:160]
+        reason = one_line(e, 160)
         raise SourceError(f"{name}: no usable chat template ({reason}); leave --chat out") from None

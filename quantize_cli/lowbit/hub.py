@@ -25,7 +25,7 @@ import yaml
 
 from lowbit import events
 from lowbit.checkpoint.header import read_json
-from lowbit.errors import GateError, HubError, LowbitError, SourceError
+from lowbit.errors import GateError, HubError, LowbitError, SourceError, one_line
 from lowbit.folder import KERNELS, LATER_FILES, MANIFEST, open_quantized
 from lowbit.scheme import QuantScheme
 
@@ -146,7 +146,7 @@ def _check_names(repo_id: str, revision: str | None) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as e:
-        said = " ".join(str(e).split())[:200]
+        said = one_line(e)
         raise HubError(f"{repo_id}: not a repository name; use NAME or OWNER/NAME ({said})") from None
     # what git takes for a branch, but for its rarer rules
     if revision is not None and (not re.fullmatch(r"\w[\w./-]*", revision) or ".." in revision):
@@ -286,7 +286,7 @@ def _reason(e: BaseException, repo_id: str, endpoint: str) -> str:
         RevisionNotFoundError,
     )
 
-    said = " ".join(str(getattr(e, "server_message", None) or e).split())[:300]
+    said = one_line(getattr(e, "server_message", None) or e, 300)
     if isinstance(e, RevisionNotFoundError):
         return f"{repo_id}: no such revision (404); --revision takes a branch name"
     if isinstance(e, OfflineModeIsEnabled):

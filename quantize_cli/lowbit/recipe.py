@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from lowbit.errors import RecipeError
+from lowbit.errors import RecipeError, one_line
 from lowbit.scheme import BITS, GROUP_SIZES
 
 Method = Literal["rtn", "hqq", "gptq"]
@@ -154,7 +154,7 @@ def make_recipe(file: str | Path | None = None, **given: Any) -> Recipe:
             raise RecipeError(f"{file}: {e.strerror or e}; pass --recipe a YAML file") from None
         # ValueError: not UTF-8, or a date or number that Python cannot hold
         except (yaml.YAMLError, ValueError, RecursionError) as e:
-            raise RecipeError(f"{file}: not YAML: {' '.join(str(e).split())}") from None
+            raise RecipeError(f"{file}: not YAML: {one_line(e, None)}") from None
         if not isinstance(keys, dict):
             raise RecipeError(f"{file}: expected keys like 'bits: 4', found {type(keys).__name__}")
     keys = {str(k).replace("-", "_"): v for k, v in keys.items()}

@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 from lowbit.checkpoint.download import download
 from lowbit.checkpoint.formats import FORMATS, compressed_tensors, format_of
 from lowbit.device import pick_device
-from lowbit.errors import OutputError, PlanError, SourceError
+from lowbit.errors import OutputError, PlanError, SourceError, one_line
 from lowbit.folder import KERNELS, DenseView, Folder, open_folder
 from lowbit.plan import LayerPlan, stacks
 from lowbit.scheme import PackedTensor, QuantScheme
@@ -338,7 +338,7 @@ def read_generation(folder: Path) -> Any:
         found = GenerationConfig.from_pretrained(folder)
     # whatever its checks raise
     except Exception as e:
-        reason = " ".join(str(e).split())[:200]
+        reason = one_line(e)
         raise SourceError(f"{file}: not a generation config ({reason}); copy the original's") from None
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(found, key)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.checkpoint.header import Rows
-from lowbit.errors import PlanError, SourceError
+from lowbit.errors import PlanError, SourceError, one_line
 from lowbit.plan import LayerPlan
 
 
@@ -109,7 +109,7 @@ def build_skeleton(
                 )
         # whatever a model's code makes of the config that it is given
         except Exception as e:
-            reason = " ".join(str(e).split())[:200]
+            reason = one_line(e)
             raise PlanError(
                 f"{source.name}: transformers builds no causal language model of it ({reason}); "
                 "--method rtn and hqq need no model code"
@@ -135,7 +135,7 @@ def _load_config(source: WeightSource, trust_remote_code: bool) -> Any:
         return AutoConfig.for_model(**source.config)
     # whatever the checks of a config raise
     except Exception as e:
-        reason = " ".join(str(e).split())[:200]
+        reason = one_line(e)
         raise PlanError(
             f"{source.name}: transformers does not know this model ({reason}); "
             "--method rtn and hqq need no model code"
@@ -251,7 +251,7 @@ def _realize(
         made = converter.convert(origin.target, model=skeleton.model, config=skeleton.model.config)
     # what PyTorch says of shapes that do not go together
     except (RuntimeError, ValueError, IndexError) as e:
-        reason = " ".join(str(e).split())[:200]
+        reason = one_line(e)
         raise SourceError(
             f"{source.name}: {origin.sources[0]} and its siblings are not as config.json says ({reason})"
         ) from None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lowbit.errors import RecipeError
+from lowbit.errors import RecipeError, one_line
 
 # lm_eval leaves accelerate, which its models of transformers import, to an extra that brings more
 NEEDS = ("lm_eval", "accelerate")
@@ -41,7 +41,7 @@ def load_tasks(names: Sequence[str]) -> list[Any]:
                 loaded = manager.load([name])["tasks"]
         # whatever a task's own loading code and the libraries under it raise
         except Exception as e:
-            reason = " ".join(str(e).split())[:200] or type(e).__name__
+            reason = one_line(e) or type(e).__name__
             raise RecipeError(f"--tasks {name}: lm_eval cannot load it: {reason}") from None
         if not loaded:
             raise RecipeError(f"--tasks {name}: no such task; `lm_eval ls tasks` lists them")

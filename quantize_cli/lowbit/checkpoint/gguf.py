@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.checkpoint.header import TensorInfo, pread_into
-from lowbit.errors import SourceError
+from lowbit.errors import SourceError, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,7 +114,7 @@ def read_gguf(path: Path) -> GgufModel:
         raise SourceError(f"{path}: metadata {e} is missing; download it again") from None
     # whatever a library of its own makes of a vocabulary that is damaged
     except Exception as e:
-        reason = " ".join(str(e).split())[:200]
+        reason = one_line(e)
         raise SourceError(f"{path}: its tokenizer cannot be used ({reason}); download it again") from None
     return GgufModel(sorted(tensors, key=lambda t: t.offset), config, texts)
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, cast
 
 import typer
 
-from lowbit.errors import LowbitError
+from lowbit.errors import LowbitError, one_line
 
 INTERRUPTED = 130
 BAD_INPUT = 2
@@ -129,4 +129,4 @@ def _fail(message: str, code: int, events: bool) -> int:
 
 def _say(message: str) -> None:
     """Print to stderr on one line, whatever file names and library messages hold."""
-    print(f"lowbit: {' '.join(message.split())}", file=sys.stderr)
+    print(f"lowbit: {one_line(message, None)}", file=sys.stderr)

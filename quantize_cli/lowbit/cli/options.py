@@ -116,6 +116,18 @@ Quiet = Annotated[
 ]
 
 
+def tokens(default: str) -> Any:
+    """The option --tokens of a command that measures; default is shown as such in the help text."""
+    return typer.Option(
+        "--tokens",
+        help="Tokens in a call. Repeatable.",
+        show_default=default,
+        min=1,
+        max=1 << 16,
+        metavar="M",
+    )
+
+
 def with_recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Put one option for each recipe key where a command says `flags: dict`.
 

@@ -21,17 +21,7 @@ def bench(
         Path | None,
         typer.Argument(help="A folder that lowbit quantize wrote.", show_default="the layers of an 8B model"),
     ] = None,
-    tokens: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--tokens",
-            help="Tokens in a call. Repeatable.",
-            show_default="1 to 1024",
-            min=1,
-            max=1 << 16,
-            metavar="M",
-        ),
-    ] = None,
+    tokens: Annotated[list[int] | None, options.tokens("1 to 1024")] = None,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", help="Draw a roofline into this file (.png, .svg).", metavar="FILE"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from lowbit.cli import options
 from lowbit.cli.output import facts, next_command, output, quoted
 
@@ -16,17 +14,7 @@ if TYPE_CHECKING:
 
 def tune(
     folder: options.Folder,
-    tokens: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--tokens",
-            help="Tokens in a call. Repeatable.",
-            show_default="1 to 4096",
-            min=1,
-            max=1 << 16,
-            metavar="M",
-        ),
-    ] = None,
+    tokens: Annotated[list[int] | None, options.tokens("1 to 4096")] = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
