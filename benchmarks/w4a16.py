@@ -8,8 +8,8 @@ together exceed three times the L2 cache: microseconds, medians. `lowbit` is the
 finds, measured anew with fp16 and with `untuned`, dispatch's rule, or the latter if that is then faster; the
 rivals follow in the same process. Up to 32 tokens fp16 and ours are timed turn about. From 64 on products
 reach the card's power limit, and each column is timed at the clock it settles to by itself, after replays of
-SETTLE milliseconds; turn_us has fp16 and ours turn about, where the thriftier kernel lends power to the
-other. Rows for other grids and bf16 come last. --compile only fills Triton's cache.
+SETTLE milliseconds, first and last in turn; turn_us has fp16 and ours turn about, where the thriftier kernel
+lends power to the other. Rows for other grids and bf16 come last. --compile only fills Triton's cache.
 """
 
 from __future__ import annotations
@@ -133,18 +133,22 @@ def compare(
     rounds: int,
     settle: float,
 ) -> dict[str, float]:
-    """Microseconds of each config and of fp16, medians of so many rounds, turn about."""
+    """Microseconds of each config and of fp16: medians of rounds, of which every other one runs backwards."""
 
-    def ours(config: KernelConfig) -> float:
+    def timed(config: KernelConfig | None) -> float:
+        if config is None:
+            return time_graph(lambda i: torch.mm(x, halves[i].t(), out=out), len(halves), 1.5, settle)
         run = VARIANTS[config.variant].launch
         return time_graph(lambda i: run(x, weights[i], None, out, config), len(weights), 1.5, settle)
 
-    found = []
+    named: dict[str, KernelConfig | None] = {"fp16_us": None} | configs
+    order = list(dict.fromkeys(named.values()))
+    found: dict[KernelConfig | None, list[float]] = {config: [] for config in order}
     for _ in range(rounds):
-        fp16 = time_graph(lambda i: torch.mm(x, halves[i].t(), out=out), len(halves), 1.5, settle)
-        times = {config: ours(config) for config in set(configs.values())}
-        found.append({"fp16_us": fp16} | {name: times[config] for name, config in configs.items()})
-    return {name: statistics.median(times[name] for times in found) for name in found[0]}
+        for config in order:
+            found[config].append(timed(config))
+        order.reverse()
+    return {name: statistics.median(found[config]) for name, config in named.items()}
 
 
 def settle_for(x: torch.Tensor) -> float:
@@ -174,7 +178,7 @@ def rows_of(shape: Shape, deadline: float) -> tuple[list[dict[str, Any]], list[A
         configs = {"lowbit_us": best.config, "untuned_us": rule(problem)}
         times = turn = compare(configs, x, weights, halves, out, 3, 0.0)
         if settle_for(x):
-            times = compare(configs, x, weights, halves, out, 1, settle_for(x))
+            times = compare(configs, x, weights, halves, out, 2, settle_for(x))
         # the rule's is a candidate too: on a hot card it may be the faster of the two
         chosen = min(configs, key=lambda name: times[name])
         config = configs[chosen]

@@ -307,8 +307,6 @@ def _accepts_hopper(problem: Problem) -> str | None:
         return f"{problem.bits} bits: only fields of 4 bits are a register each"
     if problem.m_bucket < 64:
         return f"{problem.m_bucket} tokens: gemm and decode are as fast on fewer than 64"
-    if problem.m_bucket > 2048:
-        return f"{problem.m_bucket} tokens: a dense product of the dequantized weight is faster"
     return hopper.missing()
 
 
@@ -597,6 +595,9 @@ def _hopper_cost(tile: _HopperTile, tiles: int, steps: int, split_k: int, at_onc
     later = -(-(tiles - shares.whole) * shares.pitch // shares.share)
     parts = [slots] * (later // slots) + [later % slots]
     us = 0.5
+    if not at_once:
+        # a program of its own for every tile starts with an empty ring, which another may hide
+        us += 6.0 / tile.programs * (max(shares.whole - 1, 0) // slots)
     for running, length in [(r, steps) for r in rounds] + [(r, shares.share) for r in parts]:
         if running:
             busy = min(1.0, max(0.0, 2 * running / slots - 1))

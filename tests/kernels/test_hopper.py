@@ -128,3 +128,18 @@ def test_every_candidate_is_right_over_many_steps(m):
     for config in VARIANTS["hopper"].candidates(posed):
         for _ in range(3):
             assert_close(launch(problem, weight, config), problem.truth, rounded_weights=True)
+
+
+@pytest.mark.parametrize("at_once", [0, 132])
+def test_offsets_past_two_billion_elements(at_once):
+    # y has 2^31 elements and 300 rows more, the last of them of a tile that is not whole
+    m, n = 2**16 + 300, 2**15
+    config = replace(WIDE, block_m=256, num_stages=3, at_once=at_once)
+    problem = make_problem(Case(300, n, 128, 128, config), "cuda")
+    weight = prepare(problem.weight)
+    x = torch.zeros(m, 128, dtype=torch.float16, device="cuda")
+    x[-300:] = problem.x
+    out = torch.full((m, n), float("nan"), dtype=torch.float16, device="cuda")
+    VARIANTS["hopper"].launch(x, weight, None, out, config)
+    assert_close(out[-300:], problem.truth, rounded_weights=True)
+    assert not out[:-300].any()
