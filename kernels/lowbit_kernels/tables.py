@@ -93,8 +93,16 @@ def kernel_hash() -> str:
             body = getattr(node, "body", None)
             if isinstance(body, list) and body and _is_docstring(body[0]):
                 body.pop(0)
-        digest.update(ast.dump(tree).encode())
+        digest.update(repr(_plain(tree)).encode())
     return digest.hexdigest()[:16]
+
+
+def _plain(node: Any) -> Any:
+    """A syntax tree as lists, without what is empty: Python's releases differ in which empty fields there are."""
+    if isinstance(node, ast.AST):
+        held = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+        return [type(node).__name__, *((name, _plain(value)) for name, value in held)]
+    return [_plain(each) for each in node] if isinstance(node, list) else node
 
 
 def _is_docstring(node: ast.AST) -> bool:
