@@ -284,7 +284,7 @@ def _accepts_decode(problem: Problem) -> str | None:
     if (reason := _accepts_fragments(problem)) is not None:
         return reason
     if problem.m_bucket > 32 or (problem.m_bucket > 8 and problem.n * problem.k > SMALL):
-        return f"{problem.m_bucket} tokens: gemm reads x once for more outputs"
+        return f"{_tokens(problem)}: gemm reads x once for more outputs"
     return None
 
 
@@ -294,7 +294,7 @@ def _accepts_gemm(problem: Problem) -> str | None:
     small = problem.n * problem.k <= SMALL
     middling = small or 4096 < problem.n < 16384
     if problem.m_bucket > 2048 or (problem.m_bucket > 512 and middling) or (problem.m_bucket > 128 and small):
-        return f"{problem.m_bucket} tokens: a dense product of the dequantized weight is faster"
+        return f"{_tokens(problem)}: a dense product of the dequantized weight is faster than this"
     return None
 
 
@@ -306,8 +306,12 @@ def _accepts_hopper(problem: Problem) -> str | None:
     if problem.bits not in (3, 4):
         return f"{problem.bits} bits: only fields of 4 bits are a register each"
     if problem.m_bucket < 64:
-        return f"{problem.m_bucket} tokens: gemm and decode are as fast on fewer than 64"
+        return f"{_tokens(problem)}: gemm and decode are as fast on fewer than 64"
     return hopper.missing()
+
+
+def _tokens(problem: Problem) -> str:
+    return "1 token" if problem.m_bucket == 1 else f"{problem.m_bucket} tokens"
 
 
 def _accepts_fragments(problem: Problem) -> str | None:

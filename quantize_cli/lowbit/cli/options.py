@@ -75,7 +75,7 @@ RECIPE_FLAGS: dict[str, Any] = {
         str,
         "text in the package",
         DATA,
-        "A .txt, .jsonl or .parquet file, or a datasets id:split:column.",
+        "A .txt, .jsonl, .json or .parquet file, a dataset's folder, or its id:split:column.",
         "TEXT",
     ),
     "samples": _flag("--samples", int, "128, on a CPU 8 or more", DATA, "Rows of calibration text.", "N"),

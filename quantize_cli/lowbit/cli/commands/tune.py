@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 from lowbit.cli import options
-from lowbit.cli.output import facts, next_command, output, quoted
+from lowbit.cli.output import counted, facts, next_command, output, quoted
 
 if TYPE_CHECKING:
     from lowbit_kernels.tuning import Measured
@@ -29,9 +29,8 @@ def tune(
         def on_row(row: Measured) -> None:
             shown.event({"event": "tuned", **asdict(row)})
             problem = row.problem
-            shown.show(
-                f"{problem.n}×{problem.k}, {problem.m_bucket} tokens: {row.config.variant} {row.us:.1f} µs"
-            )
+            rows = counted(problem.m_bucket, "token")
+            shown.show(f"{problem.n}×{problem.k}, {rows}: {row.config.variant} {row.us:.1f} µs")
 
         summary = run(folder, tokens=tokens or TOKENS, on_row=on_row)
         shown.event({"event": "done", **summary})
