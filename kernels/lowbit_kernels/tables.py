@@ -98,7 +98,7 @@ def kernel_hash() -> str:
 
 
 def _plain(node: Any) -> Any:
-    """A syntax tree as lists, without what is empty: Python's releases differ in which empty fields there are."""
+    """A syntax tree as lists, without the empty fields, in which Python's releases differ."""
     if isinstance(node, ast.AST):
         held = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
         return [type(node).__name__, *((name, _plain(value)) for name, value in held)]
