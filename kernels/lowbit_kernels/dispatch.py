@@ -577,15 +577,15 @@ def _hopper(
 # scatter by 3 % around it; tiles of two slices to three layers and 64 to 512 tokens, with twice the scatter.
 _HOPPER_TILES = (
     _HopperTile(_hopper(256, 128, 64, 8, 3), 1, 1.18, 1.39),
-    _HopperTile(_hopper(256, 64, 64, 4, 3), 1, 0.62, 0.76),
-    _HopperTile(_hopper(128, 128, 16, 4, 2), 2, 1.16, 1.46),
-    _HopperTile(_hopper(128, 128, 64, 8, 5), 1, 0.70, 0.80),
-    _HopperTile(_hopper(128, 64, 16, 4, 3), 2, 0.64, 0.81),
-    _HopperTile(_hopper(128, 64, 64, 4, 5, slices=2), 1, 0.36, 0.45),
+    _HopperTile(_hopper(256, 64, 64, 4, 3), 1, 0.58, 0.76),
+    _HopperTile(_hopper(128, 128, 16, 4, 2), 2, 1.25, 1.55),
+    _HopperTile(_hopper(128, 128, 64, 8, 5), 1, 0.66, 0.80),
+    _HopperTile(_hopper(128, 64, 16, 4, 3), 2, 0.61, 0.81),
+    _HopperTile(_hopper(128, 64, 64, 4, 5, slices=2), 1, 0.345, 0.415),
     _HopperTile(_hopper(64, 128, 64, 4, 4), 2, 0.80, 0.98),
-    _HopperTile(_hopper(64, 64, 16, 4, 5), 2, 0.47, 0.59),
-    _HopperTile(_hopper(64, 64, 64, 4, 10, slices=2), 1, 0.26, 0.32),
-    _HopperTile(_hopper(32, 64, 64, 4, 14, slices=2), 1, 0.235, 0.34),
+    _HopperTile(_hopper(64, 64, 16, 4, 5), 2, 0.455, 0.55),
+    _HopperTile(_hopper(64, 64, 64, 4, 10, slices=2), 1, 0.24, 0.285),
+    _HopperTile(_hopper(32, 64, 64, 4, 14, slices=2), 1, 0.205, 0.25),
 )
 
 _MULTIPROCESSORS = 132
@@ -598,7 +598,8 @@ def _hopper_cost(tile: _HopperTile, tiles: int, steps: int, split_k: int, at_onc
     rounds = [slots] * (shares.whole // slots) + [shares.whole % slots]
     later = -(-(tiles - shares.whole) * shares.pitch // shares.share)
     parts = [slots] * (later // slots) + [later % slots]
-    us = 0.5
+    # programs of one tile start and end sooner
+    us = 0.5 if at_once or tiles > slots else 0.1
     if not at_once:
         # a program of its own for every tile starts with an empty ring, which another may hide
         us += 6.0 / tile.programs * (max(shares.whole - 1, 0) // slots)
@@ -637,10 +638,9 @@ def _hopper_by_cost(problem: Problem) -> list[KernelConfig]:
     for tile in _HOPPER_TILES:
         config = replace(tile.config, block_k=_block_k(problem, tile.config.block_k))
         tiles = -(-problem.n // config.block_n) * -(-problem.m_bucket // config.block_m)
-        # with four scales and four zero-points a row there are no registers left for 128 x 128 by four warps,
-        # nor for 128 x 64 by two slices
-        crowded = (config.block_m, config.block_n * config.slices, config.num_warps) == (128, 128, 4)
-        if config.block_m > problem.m_bucket or (crowded and problem.has_zero and problem.group_size == 32):
+        # two scales and zero-points a row, or more, leave no registers for 128 x 128 by four warps
+        crowded = (config.block_m, config.block_n, config.num_warps) == (128, 128, 4)
+        if config.block_m > problem.m_bucket or (crowded and problem.has_zero and problem.group_size <= 64):
             continue
         for split_k, at_once in _hopper_divisions(problem, tile, tiles, steps):
             us = _hopper_cost(tile, tiles, steps, split_k, at_once)

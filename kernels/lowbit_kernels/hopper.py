@@ -12,7 +12,8 @@ product before they make the next operand. Here a product of BLOCK_K inputs is i
 operand of the next is made meanwhile, in other registers: the wait after it is for the product before and
 names that one's registers, which keeps the compiler from reusing them while the instruction may read them.
 
-One more warp fetches, released by barriers in shared memory; the others only compute. Scales come a step
+One more warp fetches, released by barriers in shared memory, which it initializes too, the first just before
+its first fetch: that way a program starts a microsecond sooner. The others only compute. Scales come a step
 ahead, by loads that find them in L2, where the fetching warp asked for them at the start. In small tiles a
 step takes longer for waiting than for multiplying: there two slices of K, four warps each, take steps in
 turn, and the first adds the other's sum to its own.
@@ -268,7 +269,16 @@ def _convert_quarter(scale, zero, CENTRE: gl.constexpr, HAS_ZERO: gl.constexpr, 
     s = _settle(scale.to(dtype))
     z = s
     if HAS_ZERO:
-        z = _settle(((CENTRE - zero.to(gl.float32)) * scale.to(gl.float32)).to(dtype))
+        if scale.dtype == dtype and zero.dtype == gl.uint8:
+            # whole and below 16: the last bits of a number's mantissa
+            BITS: gl.constexpr = 0x4300 if dtype == gl.bfloat16 else 0x6400
+            BEFORE: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
+            z = (BEFORE + CENTRE - (zero.to(gl.int16) | BITS).to(dtype, bitcast=True)) * scale
+        elif scale.dtype == dtype and zero.dtype == dtype:
+            z = gl.fma(-zero, scale, CENTRE * scale)
+        else:
+            z = ((CENTRE - zero.to(gl.float32)) * scale.to(gl.float32)).to(dtype)
+        z = _settle(z)
     return s, z
 
 
@@ -371,24 +381,44 @@ def _next(
 
 
 @gluon.jit
-def _segment(unit, end, m, n, tiles, pitch, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Where unit is, and what of its tile comes before end: token, row, first step, and how many steps."""
+def _segment(unit, end, m, n, tiles, pitch, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ONE: gl.constexpr):
+    """Where unit is, and what of its tile comes before end: token, row, first step, and how many steps.
+
+    ONE: there is a program for each tile. Divisions are the longest part of a program's start.
+    """
     GROUP_M: gl.constexpr = 8
-    # GROUP_M rows of tiles at a time, so that programs that run together share weights and x in L2
     tiles_m = gl.cdiv(m, BLOCK_M)
     tiles_n = gl.cdiv(n, BLOCK_N)
-    place = unit // pitch
-    first_m = place // (GROUP_M * tiles_n) * GROUP_M
+    if ONE:
+        place, first, count = gl.program_id(0), 0, tiles
+    else:
+        place = unit // pitch
+        first = unit - place * pitch
+        count = gl.minimum(end - unit, tiles - first)
+    # GROUP_M rows of tiles at a time, so that programs that run together share weights and x in L2
+    first_m = 0
+    if tiles_m > GROUP_M:
+        group = place // (GROUP_M * tiles_n)
+        first_m = group * GROUP_M
+        place -= group * GROUP_M * tiles_n
     height = gl.minimum(tiles_m - first_m, GROUP_M)
-    token = (first_m + place % (GROUP_M * tiles_n) % height) * BLOCK_M
-    row = place % (GROUP_M * tiles_n) // height * BLOCK_N
-    first = unit % pitch
-    return token, row, first, gl.minimum(end - unit, tiles - first)
+    column = place // height
+    return (first_m + place - column * height) * BLOCK_M, column * BLOCK_N, first, count
 
 
 @gluon.jit
-def _produce(arguments, GROUP_SIZE: gl.constexpr, HAS_ZERO: gl.constexpr, DEPENDENT: gl.constexpr):
-    """Fetch into every stage as soon as it is free; the first words before the kernel ahead has ended."""
+def _produce(
+    arguments,
+    GROUP_SIZE: gl.constexpr,
+    HAS_ZERO: gl.constexpr,
+    ONE: gl.constexpr,
+    SEVERAL: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Fetch into every stage as soon as it is free; the first words before the kernel ahead has ended.
+
+    ready: that the barriers of all stages may be waited for.
+    """
     (
         x_desc,
         words_desc,
@@ -398,6 +428,7 @@ def _produce(arguments, GROUP_SIZE: gl.constexpr, HAS_ZERO: gl.constexpr, DEPEND
         words,
         full,
         empty,
+        ready,
         unit,
         end,
         m,
@@ -409,28 +440,41 @@ def _produce(arguments, GROUP_SIZE: gl.constexpr, HAS_ZERO: gl.constexpr, DEPEND
         pitch,
     ) = arguments
     STAGES: gl.constexpr = x.shape[0]
+    AHEAD: gl.constexpr = min(STAGES, 4)
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = words_desc.block_type.shape[0] * 16
     program, programs = gl.program_id(0), gl.num_programs(0)
-    token, row, first, count = _segment(unit, end, m, n, tiles, pitch, BLOCK_M, BLOCK_N)
+    token, row, first, count = _segment(unit, end, m, n, tiles, pitch, BLOCK_M, BLOCK_N, ONE)
     for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+        if stage == 0:
+            hopper.fence_async_shared()
+            _fetch_words(words_desc, x_desc, words, full, stage, row, first + stage, stage < count)
+    hopper.fence_async_shared()
+    mbarrier.arrive(ready, count=1)
+    for stage in gl.static_range(1, AHEAD):
         _fetch_words(words_desc, x_desc, words, full, stage, row, first + stage, stage < count)
-    _ask_for_rows(scale_ptr, zero_ptr, row, first, count, padded_n, BLOCK_N, GROUP_SIZE, HAS_ZERO)
     if DEPENDENT:
         _wait_for_previous()
     done = 0
     while unit < end:
-        token, row, first, count = _segment(unit, end, m, n, tiles, pitch, BLOCK_M, BLOCK_N)
-        if done > 0:
-            _ask_for_rows(scale_ptr, zero_ptr, row, first, count, padded_n, BLOCK_N, GROUP_SIZE, HAS_ZERO)
         for i in range(count):
             free = (done + i) % STAGES
-            if done > 0 or i >= STAGES:
-                mbarrier.wait(empty.index(free), ((done + i) // STAGES & 1) ^ 1)
+            if done > 0 or i >= AHEAD:
+                if done > 0 or i >= STAGES:
+                    mbarrier.wait(empty.index(free), ((done + i) // STAGES & 1) ^ 1)
                 _fetch_words(words_desc, x_desc, words, full, free, row, first + i, True)
             _fetch_x(x_desc, x, full, free, token, first + i, True)
-        done += count
-        unit, end = _next(unit, end, program, programs, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
+            if i == 2:
+                # those of the first steps are on their way
+                _ask_for_rows(scale_ptr, zero_ptr, row, first, count, padded_n, BLOCK_N, GROUP_SIZE, HAS_ZERO)
+        if SEVERAL:
+            done += count
+            unit, end = _next(unit, end, program, programs, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
+            token, row, first, count = _segment(unit, end, m, n, tiles, pitch, BLOCK_M, BLOCK_N, ONE)
+        else:
+            unit = end
 
 
 @gluon.jit
@@ -443,12 +487,15 @@ def _compute(
     HAS_ZERO: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    SEVERAL: gl.constexpr,
     SHARED: gl.constexpr,
     STORE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     """Multiply every SLICES-th of the units unit ... end - 1; write the tiles they belong to or leave them in
     the workspace. Slices after the first leave their part of a tile in sums, where the first finds it.
+
+    SEVERAL: they may be of several tiles.
     """
     (
         scale_ptr,
@@ -462,6 +509,7 @@ def _compute(
         words,
         full,
         empty,
+        ready,
         sums,
         given,
         taken,
@@ -484,6 +532,7 @@ def _compute(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WORDS: gl.constexpr = _words_layout(BLOCK_N, WARPS)
+    ONE: gl.constexpr = not SEVERAL and not SHARED
     # whether the last stage of a tile is released in the next one
     KEPT: gl.constexpr = STORE and SLICE == 0
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -491,12 +540,13 @@ def _compute(
     e = gl.arange(0, BLOCK_N * 4, layout=_rows_layout(BLOCK_N, WARPS))
     lane_row = e // 64 * 16 + e // 32 % 2 * 8 + e % 32 // 4
     program, programs = gl.program_id(0), gl.num_programs(0)
-    token, row, first, count = _segment(unit, end, m, n, tiles, pitch, BLOCK_M, BLOCK_N)
+    token, row, first, count = _segment(unit, end, m, n, tiles, pitch, BLOCK_M, BLOCK_N, ONE)
     scales = scale_ptr + row + lane_row
     zeros = zero_ptr + row + lane_row
     rows, later = _first_rows(scales, zeros, first, tiles, padded_n, GROUP_SIZE, HAS_ZERO, SLICES, SLICE)
     stage, phase, last = SLICE, 0, 0
     done, turns = 0, 0
+    mbarrier.wait(ready, 0)
     while unit < end:
         scale, shift = _convert_rows(rows[0], rows[1], CENTRE, GROUP_SIZE, HAS_ZERO, dtype)
         rows = later
@@ -538,18 +588,28 @@ def _compute(
             stage = (done + SLICE) % STAGES
             phase = (done + SLICE) // STAGES & 1
         busy = count > SLICE
-        # the next tile's scales come while this one is written
-        after, after_end = _next(unit, end, program, programs, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
-        at = gl.minimum(after, gl.cdiv(m, BLOCK_M) * gl.cdiv(n, BLOCK_N) * pitch - 1)
-        next_token, next_row, first, count = _segment(at, after_end, m, n, tiles, pitch, BLOCK_M, BLOCK_N)
-        scales = scale_ptr + next_row + lane_row
-        zeros = zero_ptr + next_row + lane_row
-        rows, later = _first_rows(scales, zeros, first, tiles, padded_n, GROUP_SIZE, HAS_ZERO, SLICES, SLICE)
+        # nowhere: with the same place the compiler would hold the addresses of y all the while
+        after, after_end, next_token, next_row = end, end, 0, 0
+        if SEVERAL:
+            # the next tile's scales come while this one is written
+            after, after_end = _next(
+                unit, end, program, programs, m, n, whole, share, pitch, BLOCK_M, BLOCK_N
+            )
+            at = gl.minimum(after, gl.cdiv(m, BLOCK_M) * gl.cdiv(n, BLOCK_N) * pitch - 1)
+            next_token, next_row, first, count = _segment(
+                at, after_end, m, n, tiles, pitch, BLOCK_M, BLOCK_N, ONE
+            )
+            scales = scale_ptr + next_row + lane_row
+            zeros = zero_ptr + next_row + lane_row
+            rows, later = _first_rows(
+                scales, zeros, first, tiles, padded_n, GROUP_SIZE, HAS_ZERO, SLICES, SLICE
+            )
         y = _flat(hopper.warpgroup_mma_wait(0, deps=[acc, before])[0], WARPS)
         if SLICE > 0:
-            mbarrier.arrive(empty.index(last), count=1, pred=busy)
-            # what the first slice had of the tile before
-            mbarrier.wait(taken, turns & 1 ^ 1)
+            if SEVERAL:
+                mbarrier.arrive(empty.index(last), count=1, pred=busy)
+                # what the first slice had of the tile before
+                mbarrier.wait(taken, turns & 1 ^ 1)
             sums.store(y)
             # every thread's is there before one of them says so
             thread_barrier()
@@ -558,8 +618,9 @@ def _compute(
             if SLICES > 1:
                 mbarrier.wait(given, turns & 1)
                 y += sums.load(y.type.layout)
-                thread_barrier()
-                mbarrier.arrive(taken, count=1)
+                if SEVERAL:
+                    thread_barrier()
+                    mbarrier.arrive(taken, count=1)
             _finish(
                 y,
                 x.index(last).slice(0, BLOCK_N, 1),
@@ -587,7 +648,7 @@ def _compute(
                 STORE,
                 WARPS,
             )
-            if not STORE:
+            if SEVERAL and not STORE:
                 # y went through the memory that TMA writes to next
                 hopper.fence_async_shared()
                 mbarrier.arrive(empty.index(last), count=1)
@@ -759,6 +820,7 @@ def hopper_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    SEVERAL: gl.constexpr,
     SHARED: gl.constexpr,
     STORE: gl.constexpr,
     STAGES: gl.constexpr,
@@ -770,22 +832,25 @@ def hopper_kernel(
     x_desc: of x [m, tiles · 128] with block [BLOCK_M, 128].  words_desc: of words as [padded_n / 16,
     tiles · 256] with block [BLOCK_N / 16, 256].  partial, semaphore: see _finish.  GROUP_SIZE: a multiple of
     BLOCK_K, or 0 if rows are groups.  HAS_ZERO: otherwise all zero-points are CENTRE.  tiles: along K, and
-    so the steps of a tile.  whole, share, pitch, most_parts: see Shares.  SHARED: most_parts > 1.
-    STORE: y by TMA, which goes on during the next tile, through out_desc, of out with block [BLOCK_M,
-    BLOCK_N].  SLICES: of K within a program, of num_warps each; fewer than STAGES.
+    so the steps of a tile.  whole, share, pitch, most_parts: see Shares.  SEVERAL: a program may have to do
+    with several tiles.  SHARED: most_parts > 1.  STORE: y by TMA, which goes on during the next tile, through
+    out_desc, of out with block [BLOCK_M, BLOCK_N].  SLICES: of K within a program, of num_warps each; fewer
+    than STAGES.
     """
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     program = gl.program_id(0)
-    unit, end = _units_of(program, program, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
+    ONE: gl.constexpr = not SEVERAL and not SHARED
+    unit, end = 0, 1
+    if not ONE:
+        unit, end = _units_of(program, program, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
 
     x = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, 128], x_desc.layout)
     words = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N // 16, 256], words_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    # The second slice's part of a tile, that it is there, and that it is read; stand-ins without slices. Not
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    # The second slice's part of a tile, that it is there, and that it is read; stand-ins where unasked. Not
     # allocated for nobody: what nobody uses later may share its place with the arguments of the warps below.
     sums, given, taken = full, full, full
     if SLICES > 1:
@@ -793,9 +858,10 @@ def hopper_kernel(
             gl.float32, [BLOCK_N * BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0])
         )
         given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(given, count=1)
-        mbarrier.init(taken, count=1)
+        if SEVERAL:
+            taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+            mbarrier.init(taken, count=1)
     hopper.fence_async_shared()
     if DEPENDENT:
         _let_next_start()
@@ -812,6 +878,7 @@ def hopper_kernel(
         words,
         full,
         empty,
+        ready,
         sums,
         given,
         taken,
@@ -837,6 +904,7 @@ def hopper_kernel(
         words,
         full,
         empty,
+        ready,
         unit,
         end,
         m,
@@ -852,12 +920,26 @@ def hopper_kernel(
             [
                 (
                     _compute,
-                    (compute, 0, 1, CENTRE, GROUP_SIZE, HAS_ZERO, HAS_BIAS, BLOCK_K, SHARED, STORE, WARPS),
+                    (
+                        compute,
+                        0,
+                        1,
+                        CENTRE,
+                        GROUP_SIZE,
+                        HAS_ZERO,
+                        HAS_BIAS,
+                        BLOCK_K,
+                        SEVERAL,
+                        SHARED,
+                        STORE,
+                        WARPS,
+                    ),
                 ),
-                (_produce, (produce, GROUP_SIZE, HAS_ZERO, DEPENDENT)),
+                (_produce, (produce, GROUP_SIZE, HAS_ZERO, ONE, SEVERAL, DEPENDENT)),
             ],
             [1],
-            [24],
+            # four warps cannot use all there are anyway
+            [256 if BLOCK_M == 256 and WARPS == 4 else 24],
         )
     else:
         gl.static_assert(SLICES == 2)
@@ -865,17 +947,44 @@ def hopper_kernel(
             [
                 (
                     _compute,
-                    (compute, 0, 2, CENTRE, GROUP_SIZE, HAS_ZERO, HAS_BIAS, BLOCK_K, SHARED, STORE, WARPS),
+                    (
+                        compute,
+                        0,
+                        2,
+                        CENTRE,
+                        GROUP_SIZE,
+                        HAS_ZERO,
+                        HAS_BIAS,
+                        BLOCK_K,
+                        SEVERAL,
+                        SHARED,
+                        STORE,
+                        WARPS,
+                    ),
                 ),
                 (
                     _compute,
-                    (compute, 1, 2, CENTRE, GROUP_SIZE, HAS_ZERO, HAS_BIAS, BLOCK_K, SHARED, STORE, WARPS),
+                    (
+                        compute,
+                        1,
+                        2,
+                        CENTRE,
+                        GROUP_SIZE,
+                        HAS_ZERO,
+                        HAS_BIAS,
+                        BLOCK_K,
+                        SEVERAL,
+                        SHARED,
+                        STORE,
+                        WARPS,
+                    ),
                 ),
-                (_produce, (produce, GROUP_SIZE, HAS_ZERO, DEPENDENT)),
+                (_produce, (produce, GROUP_SIZE, HAS_ZERO, ONE, SEVERAL, DEPENDENT)),
             ],
             [WARPS, 1],
-            # all alike: with fewer for the fetching warp ptxas waits for every single product
-            [168, 168],
+            # More than there are, so that ptxas leaves all warps those they start with: exchanging them takes
+            # time, and where the fetching warp has fewer it waits for every single product.
+            [240, 240],
         )
 
 
@@ -982,6 +1091,7 @@ def multiply(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        SEVERAL=at_once > 0,
         SHARED=shares.most_parts > 1,
         STORE=store,
         STAGES=num_stages,
@@ -1036,6 +1146,7 @@ def compile_kernel(
         "BLOCK_M": 128,
         "BLOCK_N": 128,
         "BLOCK_K": 64,
+        "SEVERAL": False,
         "SHARED": False,
         "STORE": False,
         "STAGES": 4,

@@ -39,11 +39,15 @@ CASES = [
 @pytest.fixture
 def python(monkeypatch):
     """The kernel's device functions as functions of Python's integers."""
-    plain = SimpleNamespace(minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b))
+    here = SimpleNamespace(program=0)
+    plain = SimpleNamespace(
+        minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), program_id=lambda axis: here.program
+    )
     monkeypatch.setattr(hopper, "gl", plain)
     functions = {name: getattr(hopper, name).fn for name in ("_units_of", "_next", "_segment", "_part")}
     monkeypatch.setattr(hopper, "_units_of", functions["_units_of"])
-    return SimpleNamespace(**functions)
+    vars(here).update(functions)
+    return here
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -52,12 +56,17 @@ def test_every_step_of_every_tile_is_taken_once(case, python):
     places = {(t, r) for t in range(0, m, BLOCK_M) for r in range(0, n, BLOCK_N)}
     shares = share_out(len(places), steps, split_k, at_once)
     division = shares.whole, shares.share, shares.pitch
+    # a program for each tile: units are not asked for
+    one = not at_once and shares.most_parts == 1
     taken = defaultdict(list)
     for program in range(shares.programs):
+        python.program = program
         unit, end = python._units_of(program, program, m, n, *division, BLOCK_M, BLOCK_N)
         assert unit < end
         while unit < end:
-            token, row, first, count = python._segment(unit, end, m, n, steps, shares.pitch, BLOCK_M, BLOCK_N)
+            token, row, first, count = python._segment(
+                unit, end, m, n, steps, shares.pitch, BLOCK_M, BLOCK_N, one
+            )
             place, part, parts = python._part(unit, steps, *division)
             part = (place, part, parts) if place >= 0 else (place, 0, 1)
             taken[token, row].append((*part, first, count, program))
