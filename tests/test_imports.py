@@ -42,7 +42,7 @@ LEVELS = {
     "lowbit_kernels": [
         {"layout"},
         {"reference", "device", "problem"},
-        {"wna16", "packing", "solve", "fragment", "hopper", "tables"},
+        {"wna16", "packing", "solve", "fragment", "hopper", "resident", "tables"},
         {"dispatch"},
         {"measure", "tuning", "bench", "functional"},
     ],

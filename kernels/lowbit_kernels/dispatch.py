@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import fragment, hopper, wna16
+from . import fragment, hopper, resident, wna16
 from .fragment import FragmentWeight
 from .layout import BITS, EXPERT_TOKENS, TILE_K, FragmentLayout, PackLayout
 from .problem import KernelConfig, Problem
@@ -163,7 +163,11 @@ def gated_matmul(x: Tensor, weight: AnyWeight, bias: Tensor | None = None) -> Te
     n, k = weight.out_features // 2, weight.in_features
     _check(x, weight, bias)
     if isinstance(weight, FragmentWeight) and x.numel():
-        config = choose(problem_of(x, weight))
+        problem = problem_of(x, weight)
+        config = choose(problem)
+        if config.variant == "resident" and VARIANTS["decode"].accepts(problem) is None:
+            # a kernel less is worth more than what resident_kernel is faster
+            config = VARIANTS["decode"].default(problem)
         if config.variant == "decode" and config.split_k == 1:
             out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
             _launch_decode(x.reshape(-1, k), weight, bias, out.view(-1, n), config, gated=True)
@@ -312,6 +316,40 @@ def _accepts_hopper(problem: Problem) -> str | None:
 
 def _tokens(problem: Problem) -> str:
     return "1 token" if problem.m_bucket == 1 else f"{problem.m_bucket} tokens"
+
+
+def _accepts_resident(problem: Problem) -> str | None:
+    if (reason := _accepts_fragments(problem)) is not None:
+        return reason
+    if problem.arch != "sm_90":
+        return f"{problem.arch}: its programs were measured on sm_90"
+    if problem.bits not in (3, 4):
+        return f"{problem.bits} bits: only fields of 4 bits are a register each"
+    if problem.m_bucket > 16:
+        return f"{_tokens(problem)}: x of more than 16 does not fit beside a program"
+    if _block_k(problem, TILE_K) < 64:
+        return "groups of 32: decode and gemm scale weights for less"
+    if (reason := _faster_than_resident(problem)) is not None:
+        return reason
+    return resident.missing()
+
+
+def _faster_than_resident(problem: Problem) -> str | None:
+    """Where another kernel is as fast, from measurements of sixteen layers and 1, 2, 4, 8 and 16 tokens."""
+    m, size, tiles = problem.m_bucket, problem.n * problem.k, -(-problem.k // TILE_K)
+    config = _default_resident(problem)
+    if tiles < 16 or problem.n < 1024:
+        return f"{problem.n}x{problem.k}: decode and gemm have more programs for a small layer"
+    if tiles * 8 < config.split_k * config.slices * 7:
+        return f"{tiles} tiles along K would leave much of {config.split_k} slices of 32 empty"
+    if config.split_k > 4 or (m <= 8 and config.split_k > 1 and size > 1 << 28):
+        return f"{problem.n}x{problem.k}: decode and gemm leave fewer partial sums of {config.split_k} slices"
+    if m > 8 and config.slices > 32 and _block_k(problem, TILE_K) < TILE_K:
+        return f"{tiles} tiles of small groups a program: too few registers"
+    least = {1: MIDDLING, 2: MIDDLING, 4: SMALL}
+    if size <= least.get(m, 0) or (m == 1 and problem.n < 10240):
+        return f"{_tokens(problem)}: decode does not wait for x"
+    return None
 
 
 def _accepts_fragments(problem: Problem) -> str | None:
@@ -657,6 +695,43 @@ def _hopper_candidates(problem: Problem) -> tuple[KernelConfig, ...]:
     return tuple(_hopper_by_cost(problem)[:4])
 
 
+def _default_resident(problem: Problem) -> KernelConfig:
+    """A program a multiprocessor and slices of 32 tiles, or one of up to 40.
+
+    Blocks of 32 rows; of 16 where there would be about one for each program, unless that is over soon.
+    """
+    tiles = -(-problem.k // TILE_K)
+    turns = -(-tiles // 8) if tiles <= 40 else 4
+    narrow = 16 < tiles <= 40 and -(-problem.n // 32) <= 1.25 * _MULTIPROCESSORS
+    return _resident(problem, 16 if narrow else 32, turns)
+
+
+def _resident(problem: Problem, block_n: int, turns: int) -> KernelConfig:
+    """turns: tiles along K that each of the 8 warps keeps."""
+    return KernelConfig(
+        "resident",
+        block_m=8 if problem.m_bucket <= 8 else 16,
+        block_n=block_n,
+        block_k=_block_k(problem, TILE_K),
+        split_k=-(-problem.k // (TILE_K * 8 * turns)),
+        num_warps=8,
+        num_stages=1,
+        slices=8 * turns,
+        dependent=True,
+        at_once=_MULTIPROCESSORS,
+    )
+
+
+def _resident_candidates(problem: Problem) -> tuple[KernelConfig, ...]:
+    """The rule's config, other rows, and fewer tiles a warp where that fills slices better."""
+    default = _default_resident(problem)
+    turns = default.slices // 8
+    found = [default] + [_resident(problem, block_n, turns) for block_n in (16, 32)]
+    if default.split_k > 1:
+        found += [_resident(problem, 32, 3)]
+    return tuple(dict.fromkeys(found))
+
+
 def _default_dense(problem: Problem) -> KernelConfig:
     return KernelConfig("dense", block_m=0, block_n=64, block_k=_block_k(problem, TILE_K))
 
@@ -748,6 +823,24 @@ def _launch_hopper(
     )
 
 
+def _launch_resident(
+    x: Tensor, weight: AnyWeight, bias: Tensor | None, out: Tensor, config: KernelConfig
+) -> None:
+    assert isinstance(weight, FragmentWeight)
+    resident.multiply(
+        x,
+        weight,
+        bias,
+        out,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        slices=config.slices,
+        at_once=config.at_once,
+        dependent=config.dependent,
+        num_warps=config.num_warps,
+    )
+
+
 def _launch_dense(
     x: Tensor, weight: AnyWeight, bias: Tensor | None, out: Tensor, config: KernelConfig
 ) -> None:
@@ -818,6 +911,7 @@ def _launch_plain(
 
 
 VARIANTS: dict[str, Variant] = {
+    "resident": Variant(_accepts_resident, _default_resident, _resident_candidates, _launch_resident),
     "decode": Variant(_accepts_decode, _default_decode, _decode_candidates, _launch_decode),
     "hopper": Variant(_accepts_hopper, _default_hopper, _hopper_candidates, _launch_hopper),
     "gemm": Variant(_accepts_gemm, _default_gemm, _gemm_candidates, _launch_gemm),

@@ -74,8 +74,8 @@ def opcodes(compiled: Any, folder: Path) -> list[str]:
     return [line[1] for line in lines if line]
 
 
-def machine_loop(compiled: Any, folder: Path) -> list[str]:
-    """Opcodes of the longest loop of a kernel compiled for CUDA."""
+def machine_loops(compiled: Any, folder: Path) -> list[list[str]]:
+    """Opcodes of every loop of a kernel compiled for CUDA, and a first one without any."""
     labels: dict[str, int] = {}
     found: list[str] = []
     loops: list[list[str]] = [[]]
@@ -87,4 +87,9 @@ def machine_loop(compiled: Any, folder: Path) -> list[str]:
             target = re.search(r"\.L_\w+", instruction[2]) if instruction[1].startswith("BRA") else None
             if target and target[0] in labels:
                 loops.append(found[labels[target[0]] :])
-    return max(loops, key=len)
+    return loops
+
+
+def machine_loop(compiled: Any, folder: Path) -> list[str]:
+    """Opcodes of the longest loop of a kernel compiled for CUDA."""
+    return max(machine_loops(compiled, folder), key=len)
