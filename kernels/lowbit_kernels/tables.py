@@ -87,7 +87,7 @@ def table_text(
 def kernel_hash() -> str:
     """Names the code of the kernels: changes when it does, not with comments or docstrings."""
     digest = hashlib.sha256()
-    for name in ("device.py", "fragment.py", "hopper.py", "wna16.py"):
+    for name in ("device.py", "fragment.py", "hopper.py", "resident.py", "wna16.py"):
         tree = ast.parse((Path(__file__).parent / name).read_text())
         for node in ast.walk(tree):
             body = getattr(node, "body", None)

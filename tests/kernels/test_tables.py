@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowbit_kernels import dispatch, hopper, tables
+from lowbit_kernels import dispatch, hopper, resident, tables
 from lowbit_kernels.dispatch import VARIANTS, KernelConfig, Problem, choose, rule
 from lowbit_kernels.tables import SHIPPED, kernel_hash, read_table, shipped_configs, write_table
 from lowbit_kernels.tuning import Shape, candidates, tune
@@ -112,9 +112,11 @@ def test_an_installed_table_decides(monkeypatch):
 
 def test_a_shipped_config_that_this_triton_cannot_run_is_not_taken(monkeypatch):
     table = json.loads((SHIPPED / "h200.json").read_text())
-    problems = [Problem(**row["problem"]) for row in table["rows"] if row["config"]["variant"] == "hopper"]
+    gluon = {"hopper", "resident"}
+    problems = [Problem(**row["problem"]) for row in table["rows"] if row["config"]["variant"] in gluon]
     assert problems
-    monkeypatch.setattr(hopper, "missing", lambda: "Triton 3.4.0 has no Gluon for Hopper")
+    for module in (hopper, resident):
+        monkeypatch.setattr(module, "missing", lambda: "Triton 3.4.0 has no Gluon for Hopper")
     choose.cache_clear()
     try:
         assert {choose(problem).variant for problem in problems} <= {"decode", "gemm", "dense"}
@@ -133,7 +135,8 @@ def test_shipped_tables_are_right_and_fit_the_variants(path):
         assert config.variant in VARIANTS
         assert problem.group_size % config.block_k == 0
         assert 0 < row["rel_err"] <= 5e-4
-        if config.variant != "hopper" or hopper.missing() is None:
+        gluon = {"hopper": hopper, "resident": resident}.get(config.variant)
+        if gluon is None or gluon.missing() is None:
             assert choose(problem) == config
     assert shipped_configs(table["arch"], "Another GPU") == {}
 
