@@ -389,12 +389,10 @@ def _default_decode(problem: Problem) -> KernelConfig:
         slices = _whole(tiles, _floor_power(max(1, min(8, 4200 * 32 / n))))
         return _decode(problem, 32, slices, 1, slices, 2 if block_k == 64 else 1, True)
     if size > LARGE:
-        # with groups of 64 registers are left to load the next step ahead
-        halves = block_k == 64
-        block_n = 16 if halves and few else 32 if grouped else 64
-        slices, split_k = _share(tiles, (5320 if block_n == 16 else 2660) * block_n / n, 4)
-        return _decode(problem, block_n, slices, split_k, slices, int(halves), not (few and halves))
-    if few or size <= (MIDDLING if grouped else SMALL):
+        block_n = 64 if block_k >= 64 else 32
+        slices, split_k = _share(tiles, 2660 * block_n / n, 4)
+        return _decode(problem, block_n, slices, split_k, slices, 0, True)
+    if few or size <= (SMALL if not grouped else 2 * SMALL if block_k == 64 else MIDDLING):
         num_warps = 8 if n < 2048 or k > 8192 else 4
         warps = n / 16 * num_warps
         together = _floor_power(max(1, min(4, (2200 if grouped else 4400) / warps * 8 / words)))
@@ -483,10 +481,9 @@ def _default_gemm(problem: Problem) -> KernelConfig:
     """
     m, n, k = problem.m_bucket, problem.n, problem.k
     if m <= 16:
-        grouped = _block_k(problem, TILE_K) < TILE_K
-        plain = problem.act_dtype == "bfloat16" and not problem.has_zero and not grouped
-        # bf16 on its own was measured to be slower in tiles of 64 rows, which is not explained
-        wide = n > 64 * 6 * _MULTIPROCESSORS or k > 16384 or (plain and n * k > LARGE)
+        # two products a block want registers
+        halves = _block_k(problem, TILE_K) == 64
+        wide = n > 64 * (7 if halves else 6) * _MULTIPROCESSORS or (k > 16384 and not halves)
         return _gemm_at_once(problem, 256 if wide else 64)
     if m <= 32:
         return _gemm_at_once(problem, 128 if n * k > LARGE else 64)
@@ -538,6 +535,8 @@ def _gemm(
     problem: Problem, block_m: int, block_n: int, block_k: int, split_k: int, num_warps: int, num_stages: int
 ) -> KernelConfig:
     cuda = problem.arch.startswith("sm_")
+    groups = block_k // _block_k(problem, block_k)
+    few, fields = block_m <= 16, FragmentLayout(problem.bits, problem.n, problem.k).field == 4
     return KernelConfig(
         "gemm",
         block_m=block_m,
@@ -546,8 +545,8 @@ def _gemm(
         split_k=split_k,
         num_warps=num_warps,
         num_stages=num_stages,
-        # several groups a block share a product
-        scale_weights=block_m >= 128 or _block_k(problem, block_k) < block_k,
+        # several groups a block share a product, but two of few tokens have one each
+        scale_weights=block_m >= 128 or (groups > 1 and not (groups == 2 and few and fields)),
         descriptor=_dependent_launch(problem.arch) and block_m >= 32,
         dependent=_dependent_launch(problem.arch) and problem.m_bucket <= 64 and cuda,
     )

@@ -67,7 +67,7 @@ def _pair(
 ):
     """Fields of both half-words as floats minus `less`: int32 [...] to dtype [..., 2].
 
-    less: the bits of a float for each half-word, broadcast to word; None: ZERO, or nothing if that is 0.
+    less: int16, the bits of a float, broadcast to word; None: ZERO, or nothing if that is 0.
     MASK, MAGIC: of one half-word.  ZERO_BITS: ZERO in dtype.
     """
     if LOP3:
@@ -93,18 +93,25 @@ def _pair(
                 is_pure=True,
                 pack=1,
             )
-        if less is not None or ZERO != 0:
-            minus = ZERO_BITS * 0x10001 if less is None else less
+        if less is None and ZERO != 0:
+            less = ZERO_BITS
+        if less is not None:
+            # a half of a register serves both, no instruction doubles it
             if dtype == tl.float16:
                 bits = tl.inline_asm_elementwise(
-                    "sub.f16x2 $0, $1, $2;", "=r,r,r", [bits, minus], dtype=tl.int32, is_pure=True, pack=1
+                    "{ .reg .b32 both; mov.b32 both, {$2, $2}; sub.f16x2 $0, $1, both; }",
+                    "=r,r,h",
+                    [bits, less],
+                    dtype=tl.int32,
+                    is_pure=True,
+                    pack=1,
                 )
             else:
                 # sm_80 has no sub.bf16x2; -1 · zero + x
                 bits = tl.inline_asm_elementwise(
-                    "fma.rn.bf16x2 $0, $2, $3, $1;",
-                    "=r,r,r,r",
-                    [bits, minus, -0x407F4080],
+                    "{ .reg .b32 both; mov.b32 both, {$2, $2}; fma.rn.bf16x2 $0, both, $3, $1; }",
+                    "=r,r,h,r",
+                    [bits, less, -0x407F4080],
                     dtype=tl.int32,
                     is_pure=True,
                     pack=1,
@@ -117,7 +124,7 @@ def _pair(
     elif less is None:
         return pair - ZERO
     else:
-        return pair - _halves(less, dtype)
+        return pair - tl.expand_dims(less.to(dtype, bitcast=True), -1)
 
 
 @jit()
@@ -134,32 +141,32 @@ def _fine_pair(word, less, MASK: tl.constexpr, DOWN: tl.constexpr, dtype: tl.con
     A field at bit 2 or above is a subnormal number, which a product scales up; DOWN: bits it is too high.
     less: a value of dtype, broadcast to word.
     """
-    twice = (less.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
     if dtype == tl.float16:
         bits = tl.inline_asm_elementwise(
-            "and.b32 $0, $1, $2; fma.rn.f16x2 $0, $0, $3, $4;",
-            "=&r,r,r,r,r",
+            "{ .reg .b32 both; mov.b32 both, {$4, $4}; and.b32 $0, $1, $2; fma.rn.f16x2 $0, $0, $3, both; }",
+            "=&r,r,r,r,h",
             # times 2^15
-            [word, MASK * 0x10001, 0x78007800, twice],
+            [word, MASK * 0x10001, 0x78007800, less],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
         )
     elif DOWN == 0:
         bits = tl.inline_asm_elementwise(
-            "and.b32 $0, $1, $2; fma.rn.bf16x2 $0, $0, $3, $4;",
-            "=&r,r,r,r,r",
+            "{ .reg .b32 both; mov.b32 both, {$4, $4}; and.b32 $0, $1, $2; fma.rn.bf16x2 $0, $0, $3, both; }",
+            "=&r,r,r,r,h",
             # times 2^127
-            [word, MASK * 0x10001, 0x7F007F00, twice],
+            [word, MASK * 0x10001, 0x7F007F00, less],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
         )
     else:
         bits = tl.inline_asm_elementwise(
-            "and.b32 $0, $1, $2; mul.rn.f16x2 $0, $0, $3; fma.rn.bf16x2 $0, $0, $4, $5;",
-            "=&r,r,r,r,r,r",
-            [word, (MASK << DOWN) * 0x10001, (15 - DOWN) * 0x4000400, 0x7F007F00, twice],
+            "{ .reg .b32 both; mov.b32 both, {$5, $5}; and.b32 $0, $1, $2; mul.rn.f16x2 $0, $0, $3;"
+            " fma.rn.bf16x2 $0, $0, $4, both; }",
+            "=&r,r,r,r,r,h",
+            [word, (MASK << DOWN) * 0x10001, (15 - DOWN) * 0x4000400, 0x7F007F00, less],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
@@ -181,8 +188,9 @@ def _field(
 ):
     """Codes of rows HALF of run RUN minus `zero`: dtype [..., 2].
 
-    zero: integers, broadcast to word; or dtype, -zero · _fine_unit, and so is what is returned, rounded once;
-    None: CENTRE, or if that is None minus _field_offset.  PRODUCTS: rather multiply than rotate.
+    zero: of _whole_point, broadcast to word; or dtype, -zero · _fine_unit, and so is what is returned,
+    rounded once; None: CENTRE, or if that is None minus _field_offset.
+    PRODUCTS: rather multiply than rotate.
     """
     # eight bits need the ten-bit mantissa of fp16
     wide: tl.constexpr = dtype == tl.float16 or BITS == 8
@@ -202,8 +210,7 @@ def _field(
     if zero is not None and zero.dtype.is_floating():
         return _fine_pair(rotated, zero, mask, down, dtype)
     elif zero is not None:
-        less = zero.to(tl.int32) * ((1 << at) * 0x10001) + magic * 0x10001
-        return _pair(rotated, less, mask, magic, 0.0, 0, down, half, LOP3).to(dtype)
+        return _pair(rotated, zero.to(tl.int16), mask, magic, 0.0, 0, down, half, LOP3).to(dtype)
     elif centre is None:
         return _pair(rotated, None, mask, magic, 0.0, 0, down, half, LOP3)
     else:
@@ -220,6 +227,18 @@ def _field_offset(half, BITS: tl.constexpr, dtype: tl.constexpr):
         mantissa: tl.constexpr = 10 if dtype == tl.float16 else 7
         second: tl.constexpr = 2 + BITS if mantissa >= 2 + 2 * BITS else 2
         return tl.where(half == 0, 1.0 * (1 << (mantissa - 2)), 1.0 * (1 << (mantissa - second)))
+
+
+@jit()
+def _whole_point(zero, half, BITS: tl.constexpr, dtype: tl.constexpr):
+    """int32, whose low half are the bits of _field_offset + zero, for rows `half` (0 or 1, a tensor)."""
+    wide: tl.constexpr = dtype == tl.float16 or BITS == 8
+    second: tl.constexpr = 2 + BITS if (wide and BITS < 8) or 2 + 2 * BITS <= 7 else 2
+    # the exponents of the numbers that _field makes
+    first_one: tl.constexpr = 23 << 10 if wide else 132 << 7
+    second_one: tl.constexpr = (25 - second) << 10 if wide else (134 - second) << 7
+    shifted = zero.to(tl.int32) << tl.where(half == 0, 2, second)
+    return shifted + tl.where(half == 0, first_one, second_one)
 
 
 @jit()
@@ -395,17 +414,37 @@ def _on_words(value, CHUNKS: tl.constexpr, WIDE: tl.constexpr):
 def _first_group(block, BLOCK_K: tl.constexpr, GROUP_SIZE: tl.constexpr):
     if GROUP_SIZE == 0:
         return block * 0
+    elif GROUP_SIZE <= BLOCK_K:
+        return block * (BLOCK_K // GROUP_SIZE)
     else:
-        return block * BLOCK_K // GROUP_SIZE
+        return block // (GROUP_SIZE // BLOCK_K)
 
 
 @jit()
-def _every_input(row, SLICES: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr):
+def _next_cell(cell, block, blocks, padded_n, BLOCK_K: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    """Where the scales of the block after `block` begin, of the last one at most; cell: of this one."""
+    if GROUP_SIZE > 0 and GROUP_SIZE <= BLOCK_K:
+        step = BLOCK_K // GROUP_SIZE * padded_n
+        return tl.minimum(cell + step, (blocks - 1) * step)
+    else:
+        return _first_group(tl.minimum(block + 1, blocks - 1), BLOCK_K, GROUP_SIZE) * padded_n
+
+
+@jit()
+def _every_input(row, SLICES: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr, PAIRS: tl.constexpr):
     """A left operand [SLICES, rows, 128 / GROUPS] that has row's values [rows] for every input."""
     rows: tl.constexpr = row.shape[0]
-    part = tl.broadcast_to(row.to(dtype)[None, :, None], (SLICES, rows, 64 // GROUPS))
-    # joined so that the compiler picks the same operand order for it as for the weight
-    return tl.reshape(tl.join(part, part), (SLICES, rows, 128 // GROUPS))
+    if PAIRS:
+        return tl.broadcast_to(row.to(dtype)[None, :, None], (SLICES, rows, 128 // GROUPS))
+    else:
+        part = tl.broadcast_to(row.to(dtype)[None, :, None], (SLICES, rows, 64 // GROUPS))
+        # joined so that the compiler picks the same operand order for it as for the weight
+        return tl.reshape(tl.join(part, part), (SLICES, rows, 128 // GROUPS))
+
+
+@jit()
+def _same(value):
+    return value
 
 
 @jit()
@@ -533,13 +572,21 @@ def _load_tile(
 
 
 @jit()
+def _load_x(x, x_mask, first, last, SLICES: tl.constexpr, EVEN: tl.constexpr):
+    """x of the tiles that slices take when slice 0 takes tile `first`."""
+    x_tile = first + tl.arange(0, x.shape[0]) % SLICES
+    if not EVEN:
+        # past the end x reads as 0, whatever the clamped weight is
+        x_mask = x_mask & (x_tile < last)[:, None]
+    return tl.load(x + x_tile[:, None] * 128, mask=x_mask, other=0.0)
+
+
+@jit()
 def _add_tile(
     acc,
     loaded,
     x,
-    x_mask,
-    first,
-    last,
+    dtype: tl.constexpr,
     SLICES: tl.constexpr,
     ROWS16: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -551,32 +598,33 @@ def _add_tile(
     BLOCK_M: tl.constexpr,
     X_WIDE: tl.constexpr,
     ORDER: tl.constexpr,
+    PAIRS: tl.constexpr,
     LOP3: tl.constexpr,
-    EVEN: tl.constexpr,
 ):
-    """acc [SLICES, 16 · ROWS16, BLOCK_M] plus the products of what _load_tile(first) loaded."""
+    """acc [SLICES, 16 · ROWS16, BLOCK_M] plus the products of what _load_tile and _load_x loaded."""
     w, s, z = loaded
-    dtype: tl.constexpr = x.dtype.element_ty
     batch: tl.constexpr = GROUPS * SLICES
-    x_tile = first + tl.arange(0, x.shape[0]) % SLICES
-    if not EVEN:
-        # past the end x reads as 0, whatever the clamped weight is
-        x_mask = x_mask & (x_tile < last)[:, None]
-    b = tl.load(x + x_tile[:, None] * 128, mask=x_mask, other=0.0)
-    b = _x_operand(b, SLICES, BLOCK_M, X_WIDE, ORDER)
+    b = _x_operand(x, SLICES, BLOCK_M, X_WIDE, ORDER)
     a = _operand(w, None, None, SLICES, ROWS16, CHUNKS, WIDE, BITS, None, ORDER, dtype, LOP3)
+    if PAIRS:
+        # Of joined words Triton 3.6 makes operands of four neighbours, for which x has to be moved between
+        # registers. It does not look through this, which is nothing, and takes pairs.
+        a = tl.map_elementwise(_same, a)
     a, b = _groups_apart(a, b, GROUPS)
     half = tl.arange(0, ROWS16 * 16) // 8 % 2
     nothing = tl.zeros((batch, ROWS16 * 16, BLOCK_M), dtype=tl.float32)
-    if HAS_ZERO or GROUPS > 1:
-        ones = _every_input(half * 0 + 1.0, batch, GROUPS, dtype)
+    if HAS_ZERO or GROUPS > 1 or PAIRS:
+        ones = _every_input(half * 0 + 1.0, batch, GROUPS, dtype, PAIRS)
         e = tl.arange(0, ROWS16 * 2 * batch * 32) // (32 * batch) % 2
         centre = _field_offset(e, BITS, dtype) + (z if HAS_ZERO else CENTRE)
         centre = _per_row(centre, batch, ROWS16, BLOCK_M)
-        product = _dot(a, b, nothing) - centre * _dot(ones, b, nothing)
+        if PAIRS and ROWS16 > 1 and GROUPS < 4:
+            product = _dot(a, b, -centre * _dot(ones, b, nothing))
+        else:
+            product = _dot(a, b, nothing) - centre * _dot(ones, b, nothing)
     else:
         # known before: the product starts from it, unless many short ones would wait for many such starts
-        excess = _every_input(-_field_offset(half, BITS, dtype) - CENTRE, batch, GROUPS, dtype)
+        excess = _every_input(-_field_offset(half, BITS, dtype) - CENTRE, batch, GROUPS, dtype, False)
         product = _dot(a, b, _dot(excess, b, nothing))
     product = product * _per_row(s, batch, ROWS16, BLOCK_M)
     if GROUPS > 1:
@@ -667,6 +715,7 @@ def decode_kernel(
     EVEN: tl.constexpr,
     X_WIDE: tl.constexpr,
     KWIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
     LOP3: tl.constexpr,
     EXPERTS: tl.constexpr,
     GATED: tl.constexpr,
@@ -739,8 +788,9 @@ def decode_kernel(
     scale = scale_ptr + row
     zero = zero_ptr + row
 
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     # matrix loads from shared memory deliver pairs in another order
-    ORDER: tl.constexpr = 5 if X_WIDE and KWIDTH == 4 else KWIDTH
+    ORDER: tl.constexpr = 2 if PAIRS else 5 if X_WIDE and KWIDTH == 4 else KWIDTH
     acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M), dtype=tl.float32)
     pending = ()
     for step in tl.static_range(DEPTH):
@@ -794,10 +844,8 @@ def decode_kernel(
             acc = _add_tile(
                 acc,
                 pending[0],  # type: ignore[misc]
-                x,
-                x_mask,
-                start + step * SLICES,
-                last,
+                _load_x(x, x_mask, start + step * SLICES, last, SLICES, EVEN),
+                dtype,
                 SLICES,
                 ROWS16,
                 CHUNKS,
@@ -809,18 +857,16 @@ def decode_kernel(
                 BLOCK_M,
                 X_WIDE,
                 ORDER,
+                PAIRS,
                 LOP3,
-                EVEN,
             )
             pending = pending[1:]
     for step in tl.static_range(DEPTH):
         acc = _add_tile(
             acc,
             pending[step],
-            x,
-            x_mask,
-            final + step * SLICES,
-            last,
+            _load_x(x, x_mask, final + step * SLICES, last, SLICES, EVEN),
+            dtype,
             SLICES,
             ROWS16,
             CHUNKS,
@@ -832,8 +878,8 @@ def decode_kernel(
             BLOCK_M,
             X_WIDE,
             ORDER,
+            PAIRS,
             LOP3,
-            EVEN,
         )
 
     total = tl.reshape(acc, (BLOCK_N, BLOCK_M)) if SLICES == 1 else tl.sum(acc, axis=0)
@@ -867,12 +913,94 @@ def decode_kernel(
 
 
 @jit()
-def _load_points(cells):
-    """Zero-points, whole ones as int32: bytes that a loop carries have to be cut out of registers again."""
-    if cells.dtype.element_ty.is_floating():
-        return tl.load(cells)
+def _load_rows(cells, BARE: tl.constexpr):
+    """Scales or zero-points; with BARE those of 8 and 16 bits alone in an int32 each.
+
+    A byte that a loop carries has to be cut out of its register again, and a half may share one with a
+    constant, which then is not there before memory has answered.
+    """
+    if BARE and cells.dtype.element_ty.primitive_bitwidth == 8:
+        return tl.inline_asm_elementwise(
+            "ld.global.u8 $0, [$1];", "=r,l", [cells.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+    elif BARE and cells.dtype.element_ty.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise(
+            "ld.global.u16 $0, [$1];", "=r,l", [cells.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
     else:
-        return tl.load(cells).to(tl.int32)
+        return tl.load(cells)
+
+
+@jit()
+def _parts(value, PARTS: tl.constexpr):
+    """[ROWS16, 2, 8, GROUPS, 4] of _on_rows for each part of a block's groups: one or two, a tuple."""
+    if PARTS == 1:
+        return (value,)
+    else:
+        v = tl.reshape(value, (value.shape[0], 2, 8, 2, value.shape[3] // 2, 4))
+        return tl.split(tl.permute(v, (0, 1, 2, 4, 5, 3)))
+
+
+@jit()
+def _floats(loaded, dtype: tl.constexpr):
+    """Numbers of dtype as _load_rows has them, to fp32."""
+    if loaded.dtype != tl.int32 or dtype == tl.uint8:
+        return loaded.to(tl.float32)
+    elif dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }",
+            "=f,r",
+            [loaded],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return (loaded << 16).to(tl.float32, bitcast=True)
+
+
+@jit()
+def _halves_of(loaded, dtype: tl.constexpr):
+    """Numbers of dtype as _load_rows and _on_rows have them, in dtype: those of two rows in one register."""
+    if loaded.dtype == tl.int32:
+        low, high = tl.split(tl.permute(loaded, (0, 2, 3, 4, 1)))
+        both = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+        return tl.permute(_halves(both, dtype), (0, 4, 1, 2, 3))
+    else:
+        return loaded
+
+
+@jit()
+def _points(
+    loaded,
+    stored: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FINE: tl.constexpr,
+    BITS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Zero-points of type stored, as _load_rows and _on_rows have them: what _field takes, or fp32."""
+    half = tl.reshape(tl.arange(0, 2), (1, 2, 1, 1, 1))
+    if WHOLE:
+        return _whole_point(loaded, half, BITS, dtype)
+    elif FINE:
+        if loaded.dtype == tl.int32:
+            loaded = loaded.to(tl.int16).to(dtype, bitcast=True)
+        return loaded * -_fine_unit(half, BITS, dtype).to(dtype)
+    else:
+        return _floats(loaded, stored)
+
+
+@jit()
+def _word_parts(words, PARTS: tl.constexpr):
+    """Words of a block, chunk after chunk, for each part of its inputs: one or two, a tuple."""
+    if PARTS == 1:
+        return (words,)
+    else:
+        v = tl.reshape(words, (2, words.shape[0] // 2, words.shape[1]))
+        return tl.split(tl.permute(v, (1, 2, 0)))
 
 
 @jit()
@@ -940,8 +1068,9 @@ def gemm_kernel(
     """One [16 · ROWS16, BLOCK_M] tile of yᵀ, or of one slice of its partial sums; see decode_kernel.
 
     x_ptr: with DESCRIPTOR a tensor descriptor of x with block [BLOCK_M, BLOCK_K].  blocks: of BLOCK_K inputs.
-    SCALE_WEIGHTS: scales act on the weights, in x's dtype; otherwise on the fp32 product of a block.
-    GROUPS: that a block spans; more than one only with SCALE_WEIGHTS.  EVEN_N: no tile goes past padded_n.
+    SCALE_WEIGHTS: scales act on the weights, in x's dtype; otherwise on the fp32 product of a group's part of
+    a block.  GROUPS: that a block spans; without SCALE_WEIGHTS one, or two of whole chunks of words.
+    EVEN_N: no tile goes past padded_n.
     ASK: for what in L2 before the kernel ahead has ended, see _asks.
     """
     BLOCK_N: tl.constexpr = ROWS16 * 16
@@ -949,6 +1078,8 @@ def gemm_kernel(
     ROW_BLOCK: tl.constexpr = 128
     GROUP_M: tl.constexpr = 8
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    stored_s: tl.constexpr = scale_ptr.dtype.element_ty
+    stored_z: tl.constexpr = zero_ptr.dtype.element_ty
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
     tile = tl.program_id(0)
@@ -964,14 +1095,17 @@ def gemm_kernel(
     tokens = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
 
     # whole zero-points are subtracted from the codes instead of CENTRE
-    WHOLE: tl.constexpr = HAS_ZERO and not zero_ptr.dtype.element_ty.is_floating()
+    WHOLE: tl.constexpr = HAS_ZERO and not stored_z.is_floating()
+    # parts of a block with products of their own
+    PARTS: tl.constexpr = 1 if SCALE_WEIGHTS else GROUPS
+    # Scales that only act on a block's product are loaded after it, which was faster; with zero-points not,
+    # as the wait for those would then be one for these.
+    LATE: tl.constexpr = not HAS_ZERO and not SCALE_WEIGHTS and GROUPS == 1
+    # with other bits compilers then move words through shared memory
+    BARE: tl.constexpr = LOP3 and BITS == 4
     # those of x's own type are a part of what makes codes floats, where that is one instruction
     FINE: tl.constexpr = (
-        HAS_ZERO
-        and zero_ptr.dtype.element_ty == dtype
-        and not SCALE_WEIGHTS
-        and LOP3
-        and (BITS < 8 or dtype == tl.float16)
+        HAS_ZERO and stored_z == dtype and not SCALE_WEIGHTS and LOP3 and (BITS < 8 or dtype == tl.float16)
     )
     lane_words: tl.constexpr = BLOCK_K * BITS // 64
     WIDE: tl.constexpr = 4 if lane_words >= 4 else lane_words
@@ -989,7 +1123,7 @@ def gemm_kernel(
     if not DESCRIPTOR:
         # rows past m repeat row 0; they are never stored
         source = tl.where(tokens < m, tokens, 0).to(tl.int64)
-        x_rows = x_ptr + source[:, None] * stride_xm + tl.arange(0, BLOCK_K)[None, :]
+        x_rows = x_ptr + source[:, None] * stride_xm + tl.arange(0, BLOCK_K // PARTS)[None, :]
 
     first_group = _first_group(tl.minimum(first, blocks - 1), BLOCK_K, GROUP_SIZE)
     if ASK > 0:
@@ -1018,58 +1152,80 @@ def gemm_kernel(
         run = tl.where(block_n * BLOCK_N + run < padded_n, run, run % ROW_BLOCK)
     run += e // (32 * WARP_ROWS) % 2 * 8
     row = block_n * BLOCK_N + e // 32 % WARP_ROWS * 16 + e % 32 // 4
+    groups = e // (ROWS16 * 64) * padded_n if GROUPS > 1 else 0
     scales = scale_ptr + row + run
     zeros = zero_ptr + row + run
-    groups = e // (ROWS16 * 64) if GROUPS > 1 else 0
-    if FINE:
-        unit = -_fine_unit(e // (32 * WARP_ROWS) % 2, BITS, dtype)
-    group = first_group + groups
-    next_s = tl.load(scales + group * padded_n)
+    cell = first_group * padded_n
+    s = _load_rows(scales + (cell + groups), BARE)
     if HAS_ZERO:
-        next_z = _load_points(zeros + group * padded_n)
+        z = _load_rows(zeros + (cell + groups), BARE)
+    # one sum for a lane that reads one row of words, but several for one that reads more
+    w_at = (first.to(tl.int64) if ROWS16 == WARP_ROWS else first) * (CHUNKS * 128)
+    x_at = first * BLOCK_K
     for block in tl.range(first, last, num_stages=STAGES):
-        # loads this small are not pipelined; a block ahead they are not waited for
-        s = next_s
-        group = _first_group(tl.minimum(block + 1, blocks - 1), BLOCK_K, GROUP_SIZE) + groups
-        next_s = tl.load(scales + group * padded_n)
+        # Loads this small are not pipelined. What the block before loaded is put to use first, and then what
+        # the next needs is loaded into the same registers: a copy would wait for it, and delay the words.
+        s_parts = _parts(_on_rows(s, GROUPS, ROWS16, WARP_ROWS), PARTS)
+        steps = ()
+        for part in tl.static_range(PARTS):
+            if SCALE_WEIGHTS:
+                steps += (_halves_of(s_parts[part], stored_s),)  # type: ignore[assignment]
+            else:
+                steps += (_floats(s_parts[part], stored_s),)  # type: ignore[assignment]
         if HAS_ZERO:
-            z = next_z
-            next_z = _load_points(zeros + group * padded_n)
+            z_parts = _parts(_on_rows(z, GROUPS, ROWS16, WARP_ROWS), PARTS)
+            points = ()
+            for part in tl.static_range(PARTS):
+                point = _points(z_parts[part], stored_z, WHOLE, FINE, BITS, dtype)
+                if WHOLE and ROWS16 == WARP_ROWS:
+                    # narrow numbers are made at once, which two rows of words a warp have no registers for
+                    point = point.to(tl.int16)
+                points += (point,)  # type: ignore[assignment]
+        cell = _next_cell(cell, block, blocks, padded_n, BLOCK_K, GROUP_SIZE)
+        if not LATE:
+            s = _load_rows(scales + (cell + groups), BARE)
+        if HAS_ZERO:
+            z = _load_rows(zeros + (cell + groups), BARE)
         if WIDE < 4:
             # blocks smaller than a chunk start within it
             within = block * lane_words
             w = tl.load(words + (within // 4 * 128 + within % 4))
         else:
-            w = tl.load(words + block * (CHUNKS * 128))
-        if DESCRIPTOR:
-            x = x_ptr.load([block_m * BLOCK_M, block * BLOCK_K])
-        else:
-            x = tl.load(x_rows + block * BLOCK_K)
-        zero0, zero1 = None, None
-        if WHOLE:
-            zero0, zero1 = _on_words(_on_rows(z, GROUPS, ROWS16, WARP_ROWS), CHUNKS, WIDE)
-        elif FINE:
-            point = (z.to(tl.float32) * unit).to(dtype)
-            zero0, zero1 = _on_words(_on_rows(point, GROUPS, ROWS16, WARP_ROWS), CHUNKS, WIDE)
-        a = _weights(w, zero0, zero1, ROWS16, CHUNKS, WIDE, BITS, CENTRE, KWIDTH, dtype, LOP3)
-        if SCALE_WEIGHTS:
-            a = a * _on_weights(_on_rows(s, GROUPS, ROWS16, WARP_ROWS).to(dtype), BLOCK_K)
-            if HAS_ZERO and not WHOLE:
-                # one fma with the product
-                shift = ((CENTRE - z.to(tl.float32)) * s.to(tl.float32)).to(dtype)
-                a = a + _on_weights(_on_rows(shift, GROUPS, ROWS16, WARP_ROWS), BLOCK_K)
-            acc = tl.dot(a, tl.trans(x), acc)
-            if LOP3:
-                # Triton 3.6 reuses the registers of operands that wgmma with a carried accumulator still
-                # reads; using the accumulator makes it wait
-                acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
-        else:
-            if HAS_ZERO and not WHOLE and not FINE:
-                shift = (_on_rows(z, GROUPS, ROWS16, WARP_ROWS).to(tl.float32) - CENTRE).to(dtype)
-                a = a - _on_weights(shift, BLOCK_K)
-            step = tl.reshape(_on_rows(s, GROUPS, ROWS16, WARP_ROWS), (ROWS16, 2, 8, 1, 4, 1)).to(tl.float32)
-            step = tl.broadcast_to(step, (ROWS16, 2, 8, BLOCK_M // 8, 4, 2))
-            acc += tl.dot(a, tl.trans(x)) * tl.reshape(step, (BLOCK_N, BLOCK_M))
+            w = tl.load(words + w_at)
+        w_parts = _word_parts(w, PARTS)
+        for part in tl.static_range(PARTS):
+            if DESCRIPTOR:
+                x = x_ptr.load([block_m * BLOCK_M, x_at + part * (BLOCK_K // PARTS)])
+            else:
+                x = tl.load(x_rows + x_at + part * (BLOCK_K // PARTS))
+            zero0, zero1 = None, None
+            if WHOLE or FINE:
+                zero0, zero1 = _on_words(points[part], CHUNKS // PARTS, WIDE)
+            a = _weights(
+                w_parts[part], zero0, zero1, ROWS16, CHUNKS // PARTS, WIDE, BITS, CENTRE, KWIDTH, dtype, LOP3
+            )
+            step = steps[part]  # type: ignore[var-annotated]
+            if SCALE_WEIGHTS:
+                a = a * _on_weights(step.to(dtype), BLOCK_K)
+                if HAS_ZERO and not WHOLE:
+                    # one fma with the product
+                    shift = ((CENTRE - points[part]) * step.to(tl.float32)).to(dtype)
+                    a = a + _on_weights(shift, BLOCK_K)
+                acc = tl.dot(a, tl.trans(x), acc)
+                if LOP3:
+                    # Triton 3.6 reuses the registers of operands that wgmma with a carried accumulator still
+                    # reads; using the accumulator makes it wait
+                    acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+            else:
+                if HAS_ZERO and not WHOLE and not FINE:
+                    a = a - _on_weights((points[part] - CENTRE).to(dtype), BLOCK_K // PARTS)
+                step = tl.reshape(step, (ROWS16, 2, 8, 1, 4, 1))
+                step = tl.broadcast_to(step, (ROWS16, 2, 8, BLOCK_M // 8, 4, 2))
+                acc += tl.dot(a, tl.trans(x)) * tl.reshape(step, (BLOCK_N, BLOCK_M))
+        if LATE:
+            s = _load_rows(scales + (cell + groups), BARE)
+        w_at += CHUNKS * 128
+        x_at += BLOCK_K
     if FINE:
         acc = acc * (1.0 / _fine_unit(tl.arange(0, BLOCK_N) // 8 % 2, BITS, dtype))[:, None]
     if DEPENDENT:
@@ -1323,6 +1479,7 @@ def decode(
     """
     layout = weight.layout
     target = _target(x.device)
+    width = operand_width(target)
     block_m = max(block_m, least_tokens(target))
     x = padded_x(x, layout.padded_k)
     m = out.shape[0]
@@ -1333,8 +1490,12 @@ def decode(
         steps = -(-steps // depth) * depth
     split_k = -(-layout.tiles // (slices * steps))
     blocks_n = -(-layout.out_features // block_n)
+    groups = 1 if weight.scale.shape[-2] == 1 else max(1, TILE_K // weight.group_size)
     blocks_m = -(-m // block_m) if routes is None else (routes.numel() - m) // 4
     partial, semaphore = workspace(out, split_k, blocks_n * blocks_m, split_k * out.numel())
+    # several groups a tile take more registers than the rule counts on, and programs a second round
+    crowded = target[0] == "cuda" and groups > 1 and block_n > TILE_N and (block_n == 64 or depth > 0)
+    limit = {"maxnreg": 128} if crowded else {}
     launch(
         decode_kernel,
         (blocks_n, split_k, blocks_m),
@@ -1359,19 +1520,21 @@ def decode(
         HAS_BIAS=bias is not None,
         BLOCK_M=block_m,
         ROWS16=block_n // TILE_N,
-        GROUPS=1 if weight.scale.shape[-2] == 1 else max(1, TILE_K // weight.group_size),
+        GROUPS=groups,
         SLICES=slices,
         SPLIT_K=split_k,
         DEPTH=depth,
         ONE_ROUND=steps == depth,
         EVEN=layout.tiles == steps * slices * split_k,
         X_WIDE=x_wide,
-        KWIDTH=operand_width(target),
+        KWIDTH=width,
+        PAIRS=x_wide and width == 4 and hasattr(tl, "map_elementwise"),
         LOP3=target[0] == "cuda",
         EXPERTS=routes is not None,
         GATED=gated,
         DEPENDENT=dependent,
         num_warps=min(num_warps, slices),
+        **limit,
         **({"launch_pdl": True} if dependent else {}),
     )
 
@@ -1419,12 +1582,14 @@ def gemm(
 ) -> None:
     """Fill out [M, N] with x [M, K] @ Wᵀ + bias by gemm_kernel.
 
-    block_m, block_n, block_k: powers of two; block_n a multiple of 16; block_k 32 to TILE_K, and with
-    scale_weights a multiple of the group size or a divisor, otherwise a divisor.
+    block_m, block_n, block_k: powers of two; block_n a multiple of 16; block_k 32 to TILE_K, and a divisor of
+    the group size or with scale_weights a multiple, without twice the size where a group has whole chunks.
     """
     layout = weight.layout
     x = padded_x(x, layout.padded_k)
     m = x.shape[0]
+    groups = 1 if weight.scale.shape[0] == 1 else max(1, block_k // weight.group_size)
+    parts = 1 if scale_weights else groups
     blocks = layout.padded_k // block_k
     split_k = min(split_k, blocks)
     steps = -(-blocks // split_k)
@@ -1434,7 +1599,7 @@ def gemm(
     launch(
         gemm_kernel,
         (programs, split_k),
-        triton.tools.tensor_descriptor.TensorDescriptor.from_tensor(x, [block_m, block_k])
+        triton.tools.tensor_descriptor.TensorDescriptor.from_tensor(x, [block_m, block_k // parts])
         if descriptor
         else x,
         weight.words,
@@ -1456,7 +1621,7 @@ def gemm(
         BLOCK_M=block_m,
         ROWS16=block_n // TILE_N,
         BLOCK_K=block_k,
-        GROUPS=1 if weight.scale.shape[0] == 1 else max(1, block_k // weight.group_size),
+        GROUPS=groups,
         SPLIT_K=split_k,
         WARP_ROWS=min(num_warps, block_n // TILE_N),
         SCALE_WEIGHTS=scale_weights,
@@ -1491,8 +1656,11 @@ def _register_limit(
     if num_warps == 8:
         # two of them a multiprocessor
         return {"maxnreg": 128}
-    if num_warps != 4 or block_m > 16 or str(target[1]) != "90":
+    if num_warps != 4 or str(target[1]) != "90":
         return {}
+    if block_m > 16:
+        # four: no more fit without a limit, and with fewer registers the last program of a tile adds slower
+        return {"maxnreg": 128}
     limits = {6: {"maxnreg": 80}, 7: {"maxnreg": 72}}
     return limits.get(-(-programs // _multiprocessors(device)), {})
 
@@ -1701,6 +1869,7 @@ def _compile_probe(target: tuple[str, int | str, int], tokens: int) -> Any:
         "EVEN": True,
         "X_WIDE": False,
         "KWIDTH": 2,
+        "PAIRS": False,
         "LOP3": target[0] == "cuda",
         "EXPERTS": False,
         "GATED": False,

@@ -74,20 +74,25 @@ def opcodes(compiled: Any, folder: Path) -> list[str]:
     return [line[1] for line in lines if line]
 
 
-def machine_loops(compiled: Any, folder: Path) -> list[list[str]]:
-    """Opcodes of every loop of a kernel compiled for CUDA, and a first one without any."""
+def loop_instructions(compiled: Any, folder: Path) -> list[list[tuple[str, str]]]:
+    """Opcodes and operands of every loop of a kernel compiled for CUDA, and a first one without any."""
     labels: dict[str, int] = {}
-    found: list[str] = []
-    loops: list[list[str]] = [[]]
+    found: list[tuple[str, str]] = []
+    loops: list[list[tuple[str, str]]] = [[]]
     for line in disassemble(compiled, folder).splitlines():
         if label := re.match(r"\s*(\.L_\w+):", line):
             labels[label[1]] = len(found)
         if instruction := INSTRUCTION.match(line):
-            found.append(instruction[1])
+            found.append((instruction[1], instruction[2]))
             target = re.search(r"\.L_\w+", instruction[2]) if instruction[1].startswith("BRA") else None
             if target and target[0] in labels:
                 loops.append(found[labels[target[0]] :])
     return loops
+
+
+def machine_loops(compiled: Any, folder: Path) -> list[list[str]]:
+    """Opcodes of every loop of a kernel compiled for CUDA, and a first one without any."""
+    return [[opcode for opcode, _ in loop] for loop in loop_instructions(compiled, folder)]
 
 
 def machine_loop(compiled: Any, folder: Path) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,25 @@ def test_at_16_tokens_all_programs_of_gemm_run_at_once(n, k, group_size):
     config = VARIANTS["gemm"].default(posed)
     assert (config.variant, config.block_m, config.block_n, config.num_warps) == ("gemm", 16, 64, 4)
     assert 0.95 * 7 * 132 <= n // 64 * config.split_k <= 7 * 132
+
+
+@pytest.mark.parametrize(
+    ("bits", "m", "scaled"), [(4, 16, False), (3, 9, False), (8, 16, True), (4, 32, True)]
+)
+def test_two_groups_of_few_tokens_have_a_product_each(bits, m, scaled):
+    """Where a block has whole words for each; four groups, or more tokens, share one of scaled weights."""
+    p = problem(bits=bits, m_bucket=bucket(m), n=28672, group_size=64, order="fragment")
+    config = VARIANTS["gemm"].default(p)
+    assert (config.block_k, config.scale_weights) == (128, scaled)
+    assert VARIANTS["gemm"].default(replace(p, group_size=32)).scale_weights
+
+
+@pytest.mark.parametrize(("n", "k"), [(57344, 8192), (8192, 28672), (28672, 4096)])
+@pytest.mark.parametrize("m", [1, 8])
+def test_large_layers_of_groups_of_64_are_launched_as_those_of_128(n, k, m):
+    large = problem(n=n, k=k, m_bucket=m, order="fragment")
+    config = dispatch.rule(replace(large, group_size=64))
+    assert replace(config, block_k=128) == dispatch.rule(large)
 
 
 def test_a_refusal_says_why_and_a_wrong_config_is_refused():

@@ -112,6 +112,11 @@ CASES = [
     Case(18, 70, 256, 32, gemm(block_k=128, scale_weights=True), 4, torch.uint8, True),
     Case(18, 130, 192, 64, gemm(block_n=128, block_k=128, scale_weights=True), 3, torch.float16),
     Case(18, 70, 256, 32, gemm(block_k=64, scale_weights=True), 4, torch.uint8),
+    # two groups a block with a product each, in the last block of a slice and past a ragged K as well
+    *(Case(5, 70, 448, 64, gemm(block_k=128, split_k=2), bits) for bits in (3, 4, 8)),
+    Case(18, 70, 192, 64, gemm(block_k=128), 4, torch.uint8, True),
+    Case(5, 300, 256, 64, gemm(block_n=256, block_k=128), 4, torch.float16),
+    Case(5, 70, 256, 64, gemm(block_k=128), 4, torch.float32),
     Case(40, 130, 200, 200, gemm(block_m=32, block_n=128, block_k=64, scale_weights=True), 8),
 ]
 

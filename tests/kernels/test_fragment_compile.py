@@ -6,11 +6,12 @@ release lays out operands, and no numeric test would notice.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
 import pytest
-from kernel_compile import TARGETS, compile_kernel, machine_loop
+from kernel_compile import TARGETS, compile_kernel, loop_instructions, machine_loop
 
 from lowbit_kernels import fragment
 
@@ -44,6 +45,7 @@ def compile_decode(target: str, act: str = "fp16", zero: str | None = None, warp
         "EVEN": True,
         "X_WIDE": False,
         "KWIDTH": fragment.operand_width(_target(target)),
+        "PAIRS": False,
         "LOP3": target.startswith("sm_"),
         "EXPERTS": False,
         "GATED": False,
@@ -224,6 +226,23 @@ def test_x_by_sectors_exchanges_x_alone(tmp_path):
 
 
 @eight_tokens
+@pytest.mark.skipif(
+    fragment.operand_width(_target("sm_90")) == 2 or not hasattr(fragment.tl, "map_elementwise"),
+    reason="this Triton makes operands of pairs anyway, or has nothing that it does not look through",
+)
+def test_x_by_sectors_is_not_moved_between_registers(tmp_path):
+    """Operands of four neighbours want two registers of a matrix load that are not next to each other."""
+    moved = {}
+    for pairs in (False, True):
+        loop = machine_loop(compile_decode("sm_90", X_WIDE=True, PAIRS=pairs), tmp_path)
+        moved[pairs] = sum(opcode.startswith(("MOV", "IMAD.MOV")) for opcode in loop)
+        assert moves(loop) <= {"STS.128", "LDSM.16.M88.4", "BAR.SYNC.DEFER_BLOCKING"}
+    # 16 products of x take two registers each
+    assert moved[False] >= 32
+    assert moved[True] <= 12
+
+
+@eight_tokens
 def test_a_field_costs_one_instruction(tmp_path):
     """Two fragments hold 16 words a lane, four fields each: and and or in one lop3."""
     loop = machine_loop(compile_decode("sm_90"), tmp_path)
@@ -273,11 +292,37 @@ def test_bf16_needs_no_more_rotations_than_fp16(tmp_path):
     assert rotations["fp16"] == rotations["bf16"] == [8, 16]
 
 
+FEW = {"BLOCK_M": 16, "BLOCK_K": 128, "SPLIT_K": 2, "HAS_BIAS": False, "DEPENDENT": True, "ASK": 1}
+SIZES = ("n", "padded_n", "blocks", "stride_xm", "stride_om")
+STEPS = {
+    "symmetric": {},
+    "bf16": {"act": "bf16"},
+    "zero-points": {"zero": "u8"},
+    "fractional": {"zero": "fp16"},
+    "groups of 64, a product each": {"GROUP_SIZE": 64, "GROUPS": 2},
+    "groups of 32": {"GROUP_SIZE": 32, "GROUPS": 4, "SCALE_WEIGHTS": True},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_does_not_wait_for_the_scales_of_the_next(name, tmp_path):
+    """No copy, packing or conversion of what it loads: that would wait, and the words after it with it."""
+    compiled = compile_gemm("sm_90", registers=72, multiples=SIZES, **FEW, **STEPS[name])
+    loop = max(loop_instructions(compiled, tmp_path), key=len)
+    loads = [
+        (place, re.match(r"\s*(R\d+)\b", operands)[1])
+        for place, (opcode, operands) in enumerate(loop)
+        if opcode.startswith("LDG.E.U")
+    ]
+    assert len(loads) >= 2
+    for place, register in loads:
+        later = [operands for _, operands in loop[place + 1 :] if re.search(rf"\b{register}\b", operands)]
+        assert later == []
+
+
 def test_seven_programs_of_gemm_fit_a_multiprocessor(tmp_path):
     """Which the rule counts on at 16 tokens: 65536 registers for 7 x 128 threads, and none in memory."""
-    shape = {"BLOCK_M": 16, "BLOCK_K": 128, "SPLIT_K": 2, "HAS_BIAS": False, "DEPENDENT": True, "ASK": 1}
-    sizes = ("n", "padded_n", "blocks", "stride_xm", "stride_om")
-    compiled = compile_gemm("sm_90", registers=72, multiples=sizes, **shape)
+    compiled = compile_gemm("sm_90", registers=72, multiples=SIZES, **FEW)
     loop = machine_loop(compiled, tmp_path)
     assert any(opcode.startswith("HGMMA") for opcode in loop)
     assert not {opcode for opcode in loop if opcode.startswith(("STL", "LDL"))}
