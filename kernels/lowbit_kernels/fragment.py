@@ -1658,10 +1658,8 @@ def _register_limit(
         return {"maxnreg": 128}
     if num_warps != 4 or str(target[1]) != "90":
         return {}
-    if block_m > 16:
-        # four: no more fit without a limit, and with fewer registers the last program of a tile adds slower
-        return {"maxnreg": 128}
-    limits = {6: {"maxnreg": 80}, 7: {"maxnreg": 72}}
+    # four would fit anyway, but with as many registers the last program of a tile has more slices under way
+    limits = {6: {"maxnreg": 80}, 7: {"maxnreg": 72}} if block_m <= 16 else {4: {"maxnreg": 128}}
     return limits.get(-(-programs // _multiprocessors(device)), {})
 
 
