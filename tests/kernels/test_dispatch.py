@@ -84,8 +84,8 @@ def test_two_groups_of_few_tokens_have_a_product_each(bits, m, scaled):
 @pytest.mark.parametrize("m", [1, 8])
 def test_large_layers_of_groups_of_64_are_launched_as_those_of_128(n, k, m):
     large = problem(n=n, k=k, m_bucket=m, order="fragment")
-    config = dispatch.rule(replace(large, group_size=64))
-    assert replace(config, block_k=128) == dispatch.rule(large)
+    config = VARIANTS["decode"].default(replace(large, group_size=64))
+    assert replace(config, block_k=128) == VARIANTS["decode"].default(large)
 
 
 def test_a_refusal_says_why_and_a_wrong_config_is_refused():
