@@ -447,6 +447,18 @@ def _same(value):
     return value
 
 
+# Triton 3.4 has no map_elementwise, and looks for what a kernel names even where it is not used.
+_HAS_MAP = hasattr(tl, "map_elementwise")
+if _HAS_MAP:
+
+    @jit()
+    def _unseen(value):
+        """value, but the compiler does not look through this."""
+        return tl.map_elementwise(_same, value)
+else:
+    _unseen = _same
+
+
 @jit()
 def _dot(a, b, acc):
     """acc [slices, rows, columns] plus the product of every slice; one slice uses the plain instruction."""
@@ -609,7 +621,7 @@ def _add_tile(
     if PAIRS:
         # Of joined words Triton 3.6 makes operands of four neighbours, for which x has to be moved between
         # registers. It does not look through this, which is nothing, and takes pairs.
-        a = tl.map_elementwise(_same, a)
+        a = _unseen(a)
     a, b = _groups_apart(a, b, GROUPS)
     half = tl.arange(0, ROWS16 * 16) // 8 % 2
     nothing = tl.zeros((batch, ROWS16 * 16, BLOCK_M), dtype=tl.float32)
@@ -1528,7 +1540,7 @@ def decode(
         EVEN=layout.tiles == steps * slices * split_k,
         X_WIDE=x_wide,
         KWIDTH=width,
-        PAIRS=x_wide and width == 4 and hasattr(tl, "map_elementwise"),
+        PAIRS=x_wide and width == 4 and _HAS_MAP,
         LOP3=target[0] == "cuda",
         EXPERTS=routes is not None,
         GATED=gated,

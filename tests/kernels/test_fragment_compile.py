@@ -227,7 +227,7 @@ def test_x_by_sectors_exchanges_x_alone(tmp_path):
 
 @eight_tokens
 @pytest.mark.skipif(
-    fragment.operand_width(_target("sm_90")) == 2 or not hasattr(fragment.tl, "map_elementwise"),
+    fragment.operand_width(_target("sm_90")) == 2 or not fragment._HAS_MAP,
     reason="this Triton makes operands of pairs anyway, or has nothing that it does not look through",
 )
 def test_x_by_sectors_is_not_moved_between_registers(tmp_path):
