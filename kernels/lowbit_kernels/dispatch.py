@@ -645,7 +645,11 @@ def _hopper_cost(tile: _HopperTile, tiles: int, steps: int, split_k: int, at_onc
             busy = min(1.0, max(0.0, 2 * running / slots - 1))
             us += 1.2 + length * (tile.alone + (tile.full - tile.alone) * busy)
     if shares.most_parts > 1:
-        us += 1.55 + 1.13 * shares.most_parts * tile.config.block_m * tile.config.block_n / 2**14
+        size = tile.config.block_m * tile.config.block_n / 2**14
+        if split_k > 1:
+            # slices all end at once, and their sums fill L2
+            size *= max(1.0, size)
+        us += 1.55 + 1.13 * shares.most_parts * size
     return us
 
 
