@@ -287,7 +287,7 @@ def rule(problem: Problem) -> KernelConfig:
 def _accepts_decode(problem: Problem) -> str | None:
     if (reason := _accepts_fragments(problem)) is not None:
         return reason
-    if problem.m_bucket > 32 or (problem.m_bucket > 8 and problem.n * problem.k > SMALL):
+    if problem.m_bucket > 16 or (problem.m_bucket > 8 and problem.n * problem.k > SMALL):
         return f"{_tokens(problem)}: gemm reads x once for more outputs"
     return None
 
@@ -311,6 +311,9 @@ def _accepts_hopper(problem: Problem) -> str | None:
         return f"{problem.bits} bits: only fields of 4 bits are a register each"
     if problem.m_bucket < 64:
         return f"{_tokens(problem)}: gemm and decode are as fast on fewer than 64"
+    plain = not problem.has_zero and _block_k(problem, TILE_K) == TILE_K
+    if problem.m_bucket == 64 and plain and problem.n * problem.k > LARGE:
+        return "64 tokens: gemm scales the sums of a large layer instead of its weights"
     return hopper.missing()
 
 
@@ -379,9 +382,6 @@ def _default_decode(problem: Problem) -> KernelConfig:
     grouped = block_k < TILE_K
     # words of a lane for 16 rows of a tile
     words = 2 * FragmentLayout(problem.bits, n, k).field
-    if m > 16:
-        slices = _whole(tiles, 4)
-        return _decode(problem, 32, slices, 1, slices, 1, True)
     if m > 8 and not grouped:
         slices = _floor_power(min(tiles, 16))
         return _decode(problem, 16, slices, 1, min(8, slices), 1, True)
@@ -490,7 +490,7 @@ def _default_gemm(problem: Problem) -> KernelConfig:
     if m <= 64 and n <= 8192 and k < 8192:
         return _gemm(problem, 32, 64, 128, _split(problem, 512, 64, 32, 512), 4, 3)
     if m <= 64 and (n > 10240 or k > 16384):
-        return _gemm(problem, 64, 128, 128, _split(problem, 256, 128, 64), 8 if n > 10240 else 4, 3)
+        return _gemm(problem, 64, 128, 128, _split(problem, 256, 128, 64), 4, 3)
     if m <= 64:
         return _gemm(problem, 64, 64, 128, _split(problem, 450, 64, 64), 4, 3)
     if m <= 128 and n <= 16384:
@@ -615,12 +615,12 @@ def _hopper(
 _HOPPER_TILES = (
     _HopperTile(_hopper(256, 128, 64, 8, 3), 1, 1.18, 1.39),
     _HopperTile(_hopper(256, 64, 64, 4, 3), 1, 0.58, 0.76),
-    _HopperTile(_hopper(128, 128, 16, 4, 2), 2, 1.25, 1.55),
+    _HopperTile(_hopper(128, 128, 16, 4, 2), 2, 1.25, 1.58),
     _HopperTile(_hopper(128, 128, 64, 8, 5), 1, 0.66, 0.80),
     _HopperTile(_hopper(128, 64, 16, 4, 3), 2, 0.61, 0.81),
     _HopperTile(_hopper(128, 64, 64, 4, 5, slices=2), 1, 0.345, 0.415),
     _HopperTile(_hopper(64, 128, 64, 4, 4), 2, 0.80, 0.98),
-    _HopperTile(_hopper(64, 64, 16, 4, 5), 2, 0.455, 0.55),
+    _HopperTile(_hopper(64, 64, 16, 4, 5), 2, 0.455, 0.57),
     _HopperTile(_hopper(64, 64, 64, 4, 10, slices=2), 1, 0.24, 0.285),
     _HopperTile(_hopper(32, 64, 64, 4, 14, slices=2), 1, 0.205, 0.25),
 )
@@ -646,10 +646,13 @@ def _hopper_cost(tile: _HopperTile, tiles: int, steps: int, split_k: int, at_onc
             us += 1.2 + length * (tile.alone + (tile.full - tile.alone) * busy)
     if shares.most_parts > 1:
         size = tile.config.block_m * tile.config.block_n / 2**14
-        if split_k > 1:
-            # slices all end at once, and their sums fill L2
+        if split_k > 2 or not at_once:
+            # slices all end at once, and the sums of many fill L2
             size *= max(1.0, size)
         us += 1.55 + 1.13 * shares.most_parts * size
+    if split_k == 1 and at_once and not shares.whole and steps > 32 and tile.config.block_m > 64:
+        # no two programs are at the same place of K, nor read the same x
+        us *= 1.1
     return us
 
 
@@ -666,8 +669,9 @@ def _hopper_divisions(problem: Problem, tile: _HopperTile, tiles: int, steps: in
     found += [(3, 0)] if tiles * 3 <= 2 * slots + 16 and steps >= 6 else []
     if tiles > slots:
         found += [(s, slots) for s in (2, 3, 4, 8) if 0 < rest * s <= slots and steps >= 4 * s]
-    # programs at unlike places of K read more of x than L2 gives them to narrow tiles
-    if rest and tiles * steps > 3 * slots and (tile.config.block_n > 64 or problem.k <= 4096):
+    # programs at unlike places of K read more of x than L2 gives them to narrow tiles, or holds of long rows
+    wide = tile.config.block_n > 64 and problem.k <= 16384
+    if rest and tiles * steps > 3 * slots and (wide or problem.k <= 4096):
         found.append((1, slots))
     return found
 

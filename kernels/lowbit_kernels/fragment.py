@@ -1595,7 +1595,7 @@ def gemm(
     """Fill out [M, N] with x [M, K] @ Wᵀ + bias by gemm_kernel.
 
     block_m, block_n, block_k: powers of two; block_n a multiple of 16; block_k 32 to TILE_K, and a divisor of
-    the group size or with scale_weights a multiple, without twice the size where a group has whole chunks.
+    the group size, with scale_weights also a multiple, otherwise also twice the size if that is 64.
     """
     layout = weight.layout
     x = padded_x(x, layout.padded_k)
