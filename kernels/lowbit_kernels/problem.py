@@ -32,8 +32,8 @@ class KernelConfig:
 
     The rest is read by the variants of fragment order: slices of K within a program, steps that weights are
     loaded ahead, x loaded by whole sectors, scales on the weights instead of the product, x by TMA
-    descriptor, programmatic dependent launch, and how many programs run at once, beyond whose multiple tiles
-    are divided (hopper.share_out).
+    descriptor, programmatic dependent launch, and how many programs run at once: hopper divides tiles beyond
+    their multiple (hopper.share_out), resident launches no more.
     """
 
     variant: str
