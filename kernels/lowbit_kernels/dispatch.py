@@ -310,7 +310,7 @@ def _accepts_hopper(problem: Problem) -> str | None:
     if problem.bits not in (3, 4):
         return f"{problem.bits} bits: only fields of 4 bits are a register each"
     if problem.m_bucket < 64:
-        return f"{_tokens(problem)}: gemm and decode are as fast on fewer than 64"
+        return f"{_tokens(problem)}: the others are as fast on fewer than 64"
     plain = not problem.has_zero and _block_k(problem, TILE_K) == TILE_K
     if problem.m_bucket == 64 and plain and problem.n * problem.k > LARGE:
         return "64 tokens: gemm scales the sums of a large layer instead of its weights"
