@@ -1595,7 +1595,7 @@ def gemm(
     """Fill out [M, N] with x [M, K] @ Wᵀ + bias by gemm_kernel.
 
     block_m, block_n, block_k: powers of two; block_n a multiple of 16; block_k 32 to TILE_K, and a divisor of
-    the group size, with scale_weights also a multiple, otherwise also twice the size if that is 64.
+    the group size, with scale_weights also a multiple, otherwise (not with 2 bits) also twice the size 64.
     """
     layout = weight.layout
     x = padded_x(x, layout.padded_k)
@@ -1715,11 +1715,12 @@ def _grid_constants(weight: FragmentWeight) -> dict[str, object]:
 def padded_x(x: Tensor, padded_k: int) -> Tensor:
     """x [M, K] as the kernels read it: rows of padded_k inputs that start at multiples of 16 bytes.
 
-    Copies only when that does not hold already.
+    Copies only when that does not hold already, or rows overlap, which TMA need not take.
     """
     m, k = x.shape
     unit = 16 // x.element_size()
-    if k == padded_k and x.stride(1) == 1 and (m == 1 or x.stride(0) % unit == 0) and x.data_ptr() % 16 == 0:
+    apart = m == 1 or (x.stride(0) >= k and x.stride(0) % unit == 0)
+    if k == padded_k and x.stride(1) == 1 and apart and x.data_ptr() % 16 == 0:
         return x if m > 1 else x.as_strided((1, k), (k, 1))
     rows = x.new_zeros((m, padded_k))
     rows[:, :k] = x

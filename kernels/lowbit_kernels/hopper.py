@@ -472,7 +472,9 @@ def _produce(
         if SEVERAL:
             done += count
             unit, end = _next(unit, end, program, programs, m, n, whole, share, pitch, BLOCK_M, BLOCK_N)
-            token, row, first, count = _segment(unit, end, m, n, tiles, pitch, BLOCK_M, BLOCK_N, ONE)
+            if unit < end:
+                # past the last tile this would divide by zero
+                token, row, first, count = _segment(unit, end, m, n, tiles, pitch, BLOCK_M, BLOCK_N, ONE)
         else:
             unit = end
 

@@ -385,6 +385,18 @@ def test_strided_x_odd_offsets_and_strided_out(device):
     assert out[:, 20:].isnan().all()
 
 
+def test_rows_of_x_that_overlap_are_copied(device):
+    problem = make_problem(Case(6, 20, 128, 64, DECODE), device)
+    weight = prepare(problem.weight)
+    repeated = problem.x[:1].expand(6, -1)
+    assert_close(matmul(repeated, weight), problem.truth[:1].expand(6, -1))
+    # TMA is made for rows that do not
+    for x in (repeated, problem.x.reshape(-1).as_strided((6, 128), (8, 1))):
+        rows = fragment.padded_x(x, 128)
+        assert rows.stride() == (128, 1)
+        assert torch.equal(rows, x)
+
+
 def test_no_tokens_and_float32_activations(device):
     problem = make_problem(Case(3, 20, 128, 64, DECODE), device)
     weight = prepare(problem.weight)
