@@ -303,12 +303,8 @@ def _accepts_gemm(problem: Problem) -> str | None:
 
 
 def _accepts_hopper(problem: Problem) -> str | None:
-    if (reason := _accepts_fragments(problem)) is not None:
+    if (reason := _accepts_gluon(problem)) is not None:
         return reason
-    if problem.arch != "sm_90":
-        return f"{problem.arch}: its asynchronous product is sm_90's own"
-    if problem.bits not in (3, 4):
-        return f"{problem.bits} bits: only fields of 4 bits are a register each"
     if problem.m_bucket < 64:
         return f"{_tokens(problem)}: the others are as fast on fewer than 64"
     plain = not problem.has_zero and _block_k(problem, TILE_K) == TILE_K
@@ -322,12 +318,8 @@ def _tokens(problem: Problem) -> str:
 
 
 def _accepts_resident(problem: Problem) -> str | None:
-    if (reason := _accepts_fragments(problem)) is not None:
+    if (reason := _accepts_gluon(problem)) is not None:
         return reason
-    if problem.arch != "sm_90":
-        return f"{problem.arch}: its programs were measured on sm_90"
-    if problem.bits not in (3, 4):
-        return f"{problem.bits} bits: only fields of 4 bits are a register each"
     if problem.m_bucket > 16:
         return f"{_tokens(problem)}: x of more than 16 does not fit beside a program"
     if _block_k(problem, TILE_K) < 64:
@@ -352,6 +344,16 @@ def _faster_than_resident(problem: Problem) -> str | None:
     least = {1: MIDDLING, 2: MIDDLING, 4: SMALL}
     if size <= least.get(m, 0) or (m == 1 and problem.n < 10240):
         return f"{_tokens(problem)}: decode does not wait for x"
+    return None
+
+
+def _accepts_gluon(problem: Problem) -> str | None:
+    if (reason := _accepts_fragments(problem)) is not None:
+        return reason
+    if problem.arch != "sm_90":
+        return f"{problem.arch}: it is written for sm_90"
+    if problem.bits not in (3, 4):
+        return f"{problem.bits} bits: only fields of 4 bits are a register each"
     return None
 
 

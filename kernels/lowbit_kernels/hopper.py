@@ -30,6 +30,7 @@ Bytes moved: words and scales once per BLOCK_M tokens, x once per BLOCK_N output
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -1116,16 +1117,23 @@ def _registers(num_warps: int, block_m: int, slices: int) -> dict[str, int]:
 
 @functools.cache
 def missing() -> str | None:
-    """What this installation lacks for hopper_kernel; None if Triton compiles it.
+    """What this installation lacks for hopper_kernel; None if Triton compiles it."""
+    return what_lacks(
+        lambda: compile_kernel(BLOCK_M=64, BLOCK_N=64, STAGES=3, SLICES=2, STORE=True, num_warps=4)
+    )
 
-    Gluon is young and changes with every release of Triton: so the compiler itself is asked, once a process.
+
+def what_lacks(compile_one: Callable[[], object]) -> str | None:
+    """What this installation lacks for a Gluon kernel that compile_one compiles; None for nothing.
+
+    Gluon is young and changes with every release of Triton: so the compiler itself is asked.
     """
     if not HAS_TRITON:
         return "Triton is not installed"
     if not HAS_GLUON:
         return f"Triton {triton.__version__} has no Gluon for Hopper"
     try:
-        compile_kernel(BLOCK_M=64, BLOCK_N=64, STAGES=3, SLICES=2, STORE=True, num_warps=4)
+        compile_one()
     except Exception as e:
         return f"Triton {triton.__version__} does not compile the kernel ({type(e).__name__})"
     return None
@@ -1155,28 +1163,57 @@ def compile_kernel(
         "SLICES": 1,
         "DEPENDENT": False,
     } | constexprs
-    names = hopper_kernel.arg_names
     x_block, words_block = [constants["BLOCK_M"], TILE_K], [constants["BLOCK_N"] // TILE_N, 256]
     y_block = [constants["BLOCK_M"], constants["BLOCK_N"]]
     types = {
         "x_desc": f"tensordesc<{act}{x_block},{X_LAYOUT!r}>",
         "words_desc": f"tensordesc<i32{words_block},{WORDS_LAYOUT!r}>",
         "out_desc": f"tensordesc<{act}{y_block},{X_LAYOUT!r}>" if constants["STORE"] else f"*{act}",
+    }
+    return compile_gluon(
+        hopper_kernel,
+        types,
+        constants,
+        {"n", "stride_om"} if aligned else set(),
+        act,
+        zero,
+        num_warps=num_warps,
+        **_registers(num_warps, constants["BLOCK_M"], constants["SLICES"]),
+    )
+
+
+def compile_gluon(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    multiples: set[str],
+    act: str,
+    zero: str,
+    **options: int,
+) -> Any:
+    """A Gluon kernel of this package compiled for sm_90.
+
+    types: of arguments that it has alone.  constants: its constexprs.  multiples: of 16, among its integers.
+    act, zero: Triton types of the activations and zero-points.
+    """
+    names = kernel.arg_names
+    types = {
+        "words_ptr": "*i32",
         "partial_ptr": "*fp32",
         "semaphore_ptr": "*i32",
         "zero_ptr": f"*{zero if constants['HAS_ZERO'] else act}",
-    } | dict.fromkeys(("scale_ptr", "bias_ptr", "out_ptr"), f"*{act}")
+        **dict.fromkeys(("scale_ptr", "bias_ptr", "out_ptr"), f"*{act}"),
+        **types,
+    }
     signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
-    divisible = {name for name in names if signature[name].startswith("*")}
-    if aligned:
-        divisible |= {"n", "stride_om"}
+    divisible = multiples | {name for name in names if signature[name].startswith("*")}
     return triton.compile(
         GluonASTSource(
-            hopper_kernel,
+            kernel,
             signature,
             {(names.index(name),): value for name, value in constants.items()},
             {(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
         ),
         target=triton.backends.compiler.GPUTarget("cuda", 90, 32),
-        options={"num_warps": num_warps, **_registers(num_warps, constants["BLOCK_M"], constants["SLICES"])},
+        options=options,
     )

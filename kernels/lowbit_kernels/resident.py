@@ -27,13 +27,12 @@ from typing import Any
 
 from torch import Tensor
 
-from .device import HAS_TRITON, launch, triton
+from .device import launch
 from .fragment import FragmentWeight, padded_x, workspace
-from .hopper import HAS_GLUON, constexpr_function, gl, gluon
+from .hopper import HAS_GLUON, compile_gluon, constexpr_function, gl, gluon, what_lacks
 from .layout import TILE_N
 
 if HAS_GLUON:
-    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.language.nvidia.ampere import mma_v2
     from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -373,6 +372,67 @@ def _leave(
 
 
 @gluon.jit
+def _take_block(
+    loaded,
+    block,
+    factors,
+    target,
+    FIRST: gl.constexpr,
+    LAST: gl.constexpr,
+    KIND: gl.constexpr,
+):
+    """_add_block and _leave of one block; the words, scales and points that are loaded for the next."""
+    CENTRE: gl.constexpr = KIND[0]
+    GROUP_SIZE: gl.constexpr = KIND[1]
+    HAS_ZERO: gl.constexpr = KIND[2]
+    HAS_BIAS: gl.constexpr = KIND[3]
+    ROWS16: gl.constexpr = KIND[4]
+    SPLIT_K: gl.constexpr = KIND[5]
+    words, scales, points = loaded
+    x, starts, full, cells, turns, scale_ptr, zero_ptr, last, spread, tiles, padded_n = factors
+    acc, words, scales, points = _add_block(
+        words,
+        scales,
+        points,
+        x,
+        starts,
+        full,
+        cells,
+        turns,
+        scale_ptr,
+        zero_ptr,
+        block,
+        last,
+        spread,
+        tiles,
+        padded_n,
+        FIRST,
+        LAST,
+        CENTRE,
+        GROUP_SIZE,
+        HAS_ZERO,
+        ROWS16,
+    )
+    sums, bias_ptr, out_ptr, partial_ptr, split, m, n, stride_om, stride_on = target
+    _leave(
+        acc,
+        sums,
+        bias_ptr,
+        out_ptr,
+        partial_ptr,
+        block,
+        split,
+        m,
+        n,
+        stride_om,
+        stride_on,
+        HAS_BIAS,
+        SPLIT_K,
+    )
+    return words, scales, points
+
+
+@gluon.jit
 def _write(y, bias_ptr, out_ptr, tokens, rows, inside, stride_om, stride_on, n, HAS_BIAS: gl.constexpr):
     if HAS_BIAS:
         y += gl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(gl.float32)
@@ -516,122 +576,16 @@ def resident_kernel(
                 x.index(2 * turn + chunk),
             )
 
-    acc, words, scales, points = _add_block(
-        words,
-        scales,
-        points,
-        x,
-        starts,
-        full,
-        cells,
-        turns,
-        scale_ptr,
-        zero_ptr,
-        first,
-        last,
-        spread,
-        tiles,
-        padded_n,
-        True,
-        False,
-        CENTRE,
-        GROUP_SIZE,
-        HAS_ZERO,
-        ROWS16,
-    )
-    _leave(
-        acc,
-        sums,
-        bias_ptr,
-        out_ptr,
-        partial_ptr,
-        first,
-        split,
-        m,
-        n,
-        stride_om,
-        stride_on,
-        HAS_BIAS,
-        SPLIT_K,
-    )
+    loaded = (words, scales, points)
+    factors = (x, starts, full, cells, turns, scale_ptr, zero_ptr, last, spread, tiles, padded_n)
+    target = (sums, bias_ptr, out_ptr, partial_ptr, split, m, n, stride_om, stride_on)
+    # as constants: of a plain tuple they would be values that only the GPU knows
+    KIND: gl.constexpr = (CENTRE, GROUP_SIZE, HAS_ZERO, HAS_BIAS, ROWS16, SPLIT_K)
+    loaded = _take_block(loaded, first, factors, target, True, False, KIND)
     for block in range(first + spread, last, spread):
-        acc, words, scales, points = _add_block(
-            words,
-            scales,
-            points,
-            x,
-            starts,
-            full,
-            cells,
-            turns,
-            scale_ptr,
-            zero_ptr,
-            block,
-            last,
-            spread,
-            tiles,
-            padded_n,
-            False,
-            False,
-            CENTRE,
-            GROUP_SIZE,
-            HAS_ZERO,
-            ROWS16,
-        )
-        _leave(
-            acc,
-            sums,
-            bias_ptr,
-            out_ptr,
-            partial_ptr,
-            block,
-            split,
-            m,
-            n,
-            stride_om,
-            stride_on,
-            HAS_BIAS,
-            SPLIT_K,
-        )
+        loaded = _take_block(loaded, block, factors, target, False, False, KIND)
     if last > first:
-        acc, _, _, _ = _add_block(
-            words,
-            scales,
-            points,
-            x,
-            starts,
-            full,
-            cells,
-            turns,
-            scale_ptr,
-            zero_ptr,
-            last,
-            last,
-            spread,
-            tiles,
-            padded_n,
-            False,
-            True,
-            CENTRE,
-            GROUP_SIZE,
-            HAS_ZERO,
-            ROWS16,
-        )
-        _leave(
-            acc,
-            sums,
-            bias_ptr,
-            out_ptr,
-            partial_ptr,
-            last,
-            split,
-            m,
-            n,
-            stride_om,
-            stride_on,
-            HAS_BIAS,
-            SPLIT_K,
-        )
+        _take_block(loaded, last, factors, target, False, True, KIND)
     if SPLIT_K > 1:
         # every thread's part is stored before one of them counts this program as done
         thread_barrier()
@@ -720,19 +674,10 @@ def multiply(
 
 @functools.cache
 def missing() -> str | None:
-    """What this installation lacks for resident_kernel; None if Triton compiles it.
-
-    As in hopper, the compiler itself is asked, once a process.
-    """
-    if not HAS_TRITON:
-        return "Triton is not installed"
-    if not HAS_GLUON:
-        return f"Triton {triton.__version__} has no Gluon for Hopper"
-    try:
-        compile_kernel(ROWS16=1, TURNS=1, GROUP_SIZE=32, SPLIT_K=2, EVEN=False, num_warps=4)
-    except Exception as e:
-        return f"Triton {triton.__version__} does not compile the kernel ({type(e).__name__})"
-    return None
+    """What this installation lacks for resident_kernel; None if Triton compiles it."""
+    return what_lacks(
+        lambda: compile_kernel(ROWS16=1, TURNS=1, GROUP_SIZE=32, SPLIT_K=2, EVEN=False, num_warps=4)
+    )
 
 
 def compile_kernel(act: str = "fp16", zero: str = "u8", num_warps: int = 8, **constexprs: Any) -> Any:
@@ -754,24 +699,8 @@ def compile_kernel(act: str = "fp16", zero: str = "u8", num_warps: int = 8, **co
         "EVEN": True,
         "DEPENDENT": True,
     } | constexprs
-    names = resident_kernel.arg_names
     block = [num_warps, constants["BLOCK_M"], 64]
-    types = {
-        "x_desc": f"tensordesc<{act}{block},{X_LAYOUT!r}>",
-        "words_ptr": "*i32",
-        "partial_ptr": "*fp32",
-        "semaphore_ptr": "*i32",
-        "zero_ptr": f"*{zero if constants['HAS_ZERO'] else act}",
-    } | dict.fromkeys(("scale_ptr", "bias_ptr", "out_ptr"), f"*{act}")
-    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
-    divisible = {name for name in names if signature[name].startswith("*")} | {"n", "stride_om"}
-    return triton.compile(
-        GluonASTSource(
-            resident_kernel,
-            signature,
-            {(names.index(name),): value for name, value in constants.items()},
-            {(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
-        ),
-        target=triton.backends.compiler.GPUTarget("cuda", 90, 32),
-        options={"num_warps": num_warps},
+    types = {"x_desc": f"tensordesc<{act}{block},{X_LAYOUT!r}>"}
+    return compile_gluon(
+        resident_kernel, types, constants, {"n", "stride_om"}, act, zero, num_warps=num_warps
     )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from kernel_compile import machine_loops, opcodes
 
-from lowbit_kernels import dispatch, resident
+from lowbit_kernels import dispatch, hopper, resident
 from lowbit_kernels.dispatch import VARIANTS, Problem
 
 pytestmark = [
@@ -86,7 +86,7 @@ def test_a_gpu_or_triton_that_cannot_is_told_why(monkeypatch):
     assert "2 bits" in dispatch.refusals(replace(problem, bits=2))["resident"]
     assert "32 tokens" in dispatch.refusals(replace(problem, m_bucket=32))["resident"]
     assert "groups of 32" in dispatch.refusals(replace(problem, group_size=32))["resident"]
-    monkeypatch.setattr(resident, "HAS_GLUON", False)
+    monkeypatch.setattr(hopper, "HAS_GLUON", False)
     resident.missing.cache_clear()
     assert "Gluon" in dispatch.refusals(problem)["resident"]
     resident.missing.cache_clear()
